@@ -1,0 +1,1 @@
+// Removed as soon as the first kernel file exists.

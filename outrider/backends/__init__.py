@@ -1,0 +1,1 @@
+"""What gives the ops of a model function their meaning."""

@@ -1,0 +1,1 @@
+"""Scheduler, cache, batches and the step that ties them together."""

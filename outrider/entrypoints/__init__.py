@@ -1,0 +1,1 @@
+"""HTTP, command line and page: everything a user touches."""

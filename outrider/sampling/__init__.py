@@ -1,0 +1,1 @@
+"""One token for each row of logits, and the walk along the drafts."""

@@ -1,0 +1,1 @@
+"""Proposers of draft tokens, and how many of them are worth verifying."""
