@@ -1,0 +1,185 @@
+"""What a draft is, what a proposer does, and which proposers this version offers.
+
+A proposer is three verbs: `propose`, `observe`, `forget`. It never changes a request, and nothing it
+does can change a token: the target draws its own token at every drafted position (`sampling.verifier`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from outrider.config import SpeculativeConfig
+from outrider.config_fields import ConfigError
+from outrider.request import SamplingParams
+
+OFFERED_METHODS = ("auto", "ngram", "naive", "off")
+MOST_DRAFT_TOKENS = 32  # a request and step, when the controller trims
+FIXED_DRAFT_TOKENS = 5  # a request and step, when nothing trims and nobody said how many
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """The drafted continuations of one request, as a tree.
+
+    Node i carries `token_ids[i]` and continues node `parents[i]`; -1 is the last committed token. A
+    parent comes before its children, so a chain has parents -1, 0, 1, ... `survival[i]` estimates the
+    chance that node i is reached and accepted: in (0, 1], never above its parent's.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+    survival: tuple[float, ...] = ()
+    source: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @classmethod
+    def chain(cls, token_ids: Sequence[int], survival: Sequence[float], source: str) -> Drafts:
+        """One path, every node from the same source."""
+        num = len(token_ids)
+        return cls(tuple(token_ids), tuple(range(-1, num - 1)), tuple(survival), (source,) * num)
+
+    @property
+    def is_chain(self) -> bool:
+        return all(parent == i - 1 for i, parent in enumerate(self.parents))
+
+    def depths(self) -> list[int]:
+        """Per node, how many drafted tokens precede it on its path."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(depths[parent] + 1 if parent >= 0 else 0)
+        return depths
+
+    def ancestors(self, node: int) -> list[int]:
+        """The path that leads to `node`, from the first drafted token to its parent."""
+        path: list[int] = []
+        while (node := self.parents[node]) >= 0:
+            path.append(node)
+        return path[::-1]
+
+    def select(self, nodes: Sequence[int]) -> Drafts:
+        """The tree of `nodes` alone: ascending, and with each node its parent."""
+        if len(nodes) == len(self.token_ids):
+            return self
+        new_index = {node: i for i, node in enumerate(nodes)}
+        new_index[-1] = -1
+        return Drafts(
+            tuple(self.token_ids[i] for i in nodes),
+            tuple(new_index[self.parents[i]] for i in nodes),
+            tuple(self.survival[i] for i in nodes),
+            tuple(self.source[i] for i in nodes),
+        )
+
+    def check(self, vocab_size: int) -> None:
+        """Raise ValueError unless this is a well-formed tree of valid token ids."""
+        num = len(self.token_ids)
+        if not num == len(self.parents) == len(self.survival) == len(self.source):
+            raise ValueError(f"drafts need one parent, survival and source for each of {num} tokens")
+        for i, (token, parent, survival) in enumerate(zip(self.token_ids, self.parents, self.survival, strict=True)):
+            if not 0 <= token < vocab_size:
+                raise ValueError(f"draft token must be in 0..{vocab_size - 1}, got {token} at node {i}")
+            if not -1 <= parent < i:
+                raise ValueError(f"the parent of node {i} must be one of -1..{i - 1}, got {parent}")
+            limit = self.survival[parent] if parent >= 0 else 1.0
+            if not 0.0 < survival <= limit:
+                raise ValueError(f"survival of node {i} must be in (0, {limit}], got {survival}")
+
+
+NO_DRAFTS = Drafts()
+
+
+class RequestView(Protocol):
+    """What a proposer may read of a request."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def token_ids(self) -> Sequence[int]: ...  # prompt, then output: final tokens only
+    @property
+    def params(self) -> SamplingParams: ...
+
+
+class ResultView(Protocol):
+    """What a proposer may read of a request's step."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def drafts(self) -> Drafts: ...  # what was verified, after all trimming
+    @property
+    def path(self) -> Sequence[int]: ...  # the accepted nodes of `drafts`, root first
+
+
+class Proposer(Protocol):
+    """A source of drafts."""
+
+    needs_hidden: bool  # whether `observe` wants the target's hidden states
+
+    def propose(self, requests: Sequence[RequestView], limits: Sequence[int]) -> list[Drafts]:
+        """Drafts for each request, at most `limits[i]` nodes for the i-th, possibly none."""
+
+    def observe(self, results: Sequence[ResultView], hidden: Any) -> None:
+        """Learn what became of the last drafts. `hidden` is None unless `needs_hidden`."""
+
+    def forget(self, request_id: str) -> None:
+        """Free what is kept for a request: it finished, was cancelled or preempted. Unknown ids are fine."""
+
+    def stats(self) -> dict[str, Any]:
+        """For people: what is kept, how much memory it takes, how good the drafts are."""
+
+
+class NoProposer:
+    """Plain decoding: the same path with zero drafts."""
+
+    needs_hidden = False
+
+    def propose(self, requests: Sequence[RequestView], limits: Sequence[int]) -> list[Drafts]:
+        return [NO_DRAFTS] * len(requests)
+
+    def observe(self, results: Sequence[ResultView], hidden: Any) -> None:
+        pass
+
+    def forget(self, request_id: str) -> None:
+        pass
+
+    def stats(self) -> dict[str, Any]:
+        return {}
+
+
+class DraftLimit(NamedTuple):
+    """What a request may get: nothing, or up to `max_tokens` of drafts."""
+
+    wanted: bool
+    max_tokens: int
+
+
+def draft_limit(params: SamplingParams, method: str, limit: int) -> DraftLimit:
+    """Apply a request's own `speculation` to what `method`'s proposer would give it."""
+    override = params.speculation
+    if override is None:
+        return DraftLimit(limit > 0, limit)
+    if override.max_draft_tokens is not None:
+        limit = min(limit, override.max_draft_tokens)
+    return DraftLimit(limit > 0 and override.method in (None, "auto", method), limit)
+
+
+def make_proposer(config: SpeculativeConfig) -> Proposer:
+    """The proposer for `config.method`."""
+    if config.method in ("off", "naive"):
+        return NoProposer()
+    if config.method in ("ngram", "auto"):
+        from outrider.spec_decode.ngram import NgramProposer
+
+        return NgramProposer(
+            max_n=config.prompt_lookup_max,
+            min_n=config.prompt_lookup_min,
+            max_draft_tokens=config.num_speculative_tokens
+            or (MOST_DRAFT_TOKENS if config.adaptive else FIXED_DRAFT_TOKENS),
+        )
+    raise ConfigError(
+        f"speculation method must be one of {', '.join(OFFERED_METHODS)} in this version, got "
+        f"{config.method!r}; set method in --speculative-config"
+    )
