@@ -10,7 +10,12 @@
 #include <cstring>
 
 #if defined(__AVX2__)
+// GCC 12 takes its own _mm512_undefined_ps for a mistake.
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
+#pragma GCC diagnostic pop
 #elif defined(__ARM_NEON)
 #include <arm_neon.h>
 #endif
