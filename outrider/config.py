@@ -276,9 +276,7 @@ def load(flags: Mapping[str, Any], config_file: str | Path | None = None) -> Con
                 raise ConfigError(f"{name} is given twice in {origin} (once as {raw!r}); remove one of them")
             given.add(name)
             values[name], origins[name] = value, origin
-    engine, server = (
-        _build_from(cls, values, origins) for cls in (EngineConfig, ServerConfig)
-    )
+    engine, server = (_build_from(cls, values, origins) for cls in (EngineConfig, ServerConfig))
     return Configuration(engine, server, origins, tuple(warnings))
 
 
@@ -322,7 +320,9 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         text = Path(path).read_text(encoding="utf-8")
         content = yaml.load(text, Loader)
     except OSError as error:
-        raise ConfigError(f"cannot read configuration file {path}: {error.strerror}; change --config") from None
+        raise ConfigError(
+            f"cannot read configuration file {path}: {error.strerror}; change --config"
+        ) from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text ({error}); change --config") from None
     except yaml.YAMLError as error:
