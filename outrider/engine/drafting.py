@@ -1,0 +1,129 @@
+"""The engine's side of a proposer: limits in, checked drafts out.
+
+A proposer may be wrong about everything. Whatever it does (raise, return too much, return nonsense), no
+token changes and no request ends: its drafts are dropped, the failure is counted and logged once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from outrider.engine.scheduler import StepResult
+from outrider.engine.state import Request
+from outrider.spec_decode.proposer import NO_DRAFTS, Drafts, NoProposer, Proposer, draft_limit
+
+logger = logging.getLogger(__name__)
+
+
+class DraftController(Protocol):
+    """Decides how many of the proposed nodes are worth verifying."""
+
+    def admit(self, proposals: Sequence[Drafts], num_requests: int) -> list[Drafts]: ...
+    def observe(self, results: Sequence[StepResult]) -> None: ...
+
+
+class Drafting:
+    """Asks a proposer for drafts and keeps its failures away from the requests."""
+
+    def __init__(
+        self,
+        proposer: Proposer,
+        *,
+        method: str,
+        max_draft_tokens: int,
+        vocab_size: int,
+        controller: DraftController | None = None,
+    ) -> None:
+        self.proposer = proposer
+        self.controller = controller
+        self.num_errors = 0
+        self.is_active = not isinstance(proposer, NoProposer) and max_draft_tokens > 0
+        self._method = method
+        self._max_draft_tokens = max_draft_tokens
+        self._vocab_size = vocab_size
+        self._logged: set[str] = set()
+
+    def observe(self, results: Sequence[StepResult], preempted: Sequence[Request], hidden: Any) -> None:
+        """Tell what became true in a step, and who is gone or starts over."""
+        if not self.is_active:
+            return
+        self._guarded("observe", lambda: self.proposer.observe(results, hidden))
+        controller = self.controller
+        if controller is not None:
+            self._guarded("controller", lambda: controller.observe(results))
+        for request in preempted:
+            self.forget(request.request_id)
+        for result in results:
+            if result.request.is_finished:
+                self.forget(result.request_id)
+
+    def forget(self, request_id: str) -> None:
+        if self.is_active:
+            self._guarded("forget", lambda: self.proposer.forget(request_id))
+
+    def propose(self, running: Sequence[Request]) -> None:
+        """Set the drafts of the running requests that are generating."""
+        if not self.is_active:
+            return
+        requests: list[Request] = []
+        limits: list[int] = []
+        for request in running:
+            limit = self._limit(request)
+            if limit > 0 and request.is_caught_up:
+                requests.append(request)
+                limits.append(limit)
+        if requests:
+            proposals = self._guarded("propose", lambda: self._checked_proposals(requests, limits))
+            for request, drafts in zip(requests, proposals or [], strict=False):
+                request.drafts = drafts
+
+    def _limit(self, request: Request) -> int:
+        # The last token a request may get needs no draft: the model gives it anyway.
+        limit = min(self._max_draft_tokens, request.stream.num_left - 1)
+        override = draft_limit(request.params, self._method, limit)
+        return override.max_tokens if override.wanted else 0
+
+    def _checked_proposals(self, requests: list[Request], limits: list[int]) -> list[Drafts]:
+        proposals = self.proposer.propose(requests, limits)
+        if len(proposals) != len(requests):
+            raise ValueError(f"{len(requests)} requests need as many drafts, got {len(proposals)}")
+        checked = [self._check(drafts, limit) for drafts, limit in zip(proposals, limits, strict=True)]
+        if self.controller is None:
+            return checked
+        return [_first_path(drafts) for drafts in self.controller.admit(checked, len(requests))]
+
+    def _check(self, drafts: Drafts, limit: int) -> Drafts:
+        """The drafts, or none if they are not what a proposer may return."""
+        if not drafts.token_ids:
+            return NO_DRAFTS
+
+        def check() -> Drafts:
+            if len(drafts) > limit:
+                raise ValueError(f"at most {limit} draft tokens are allowed here, got {len(drafts)}")
+            drafts.check(self._vocab_size)
+            return _first_path(drafts)
+
+        return self._guarded("drafts", check) or NO_DRAFTS
+
+    def _guarded(self, what: str, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except Exception as error:
+            self.num_errors += 1
+            if what not in self._logged:
+                self._logged.add(what)
+                logger.exception("the proposer failed (%s: %s); its drafts are dropped", what, error)
+            return None
+
+
+def _first_path(drafts: Drafts) -> Drafts:
+    """The chain of first children: attention verifies one path for each request."""
+    if drafts.is_chain:
+        return drafts
+    path: list[int] = []
+    for node, parent in enumerate(drafts.parents):
+        if parent == (path[-1] if path else -1):
+            path.append(node)
+    return drafts.select(path)

@@ -1,0 +1,155 @@
+"""How the output of a request ends, and how its tokens become text.
+
+One state machine takes the tokens singly, so nothing depends on how many a step brought. Stop strings
+are looked for in bytes, across any cut into tokens; text is shown in whole characters only, and a
+part that may yet turn out to begin a stop string is held back.
+"""
+
+from __future__ import annotations
+
+import codecs
+from dataclasses import dataclass, field
+
+from outrider.request import FinishReason, RequestOutput, SamplingParams, TokenLogprobs
+
+_new_decoder = codecs.getincrementaldecoder("utf-8")
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What the engine knows of the tokenizer."""
+
+    token_bytes: list[bytes]  # the text of every id, in UTF-8 or a piece of it
+    special_ids: frozenset[int] = field(default_factory=frozenset)
+    eos_ids: frozenset[int] = field(default_factory=frozenset)
+
+    def __len__(self) -> int:
+        return len(self.token_bytes)
+
+
+class OutputStream:
+    """The text and the end of one request.
+
+    Order of the rules at a token: stop ids and end of sequence (after `min_tokens` others), stop
+    strings (completed by token `min_tokens` or later; the one that is complete first), length.
+    """
+
+    __slots__ = (
+        "_decoder",
+        "_params",
+        "_stop_ids",
+        "_stops",
+        "_tail",
+        "_text",
+        "_vocabulary",
+        "finish_reason",
+        "max_tokens",
+        "num_tokens",
+        "stop_reason",
+    )
+
+    def __init__(self, params: SamplingParams, max_tokens: int, vocabulary: Vocabulary) -> None:
+        self.max_tokens = max_tokens
+        self.num_tokens = 0
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self._params = params
+        self._vocabulary = vocabulary
+        self._stop_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            self._stop_ids |= vocabulary.eos_ids
+        self._stops = [(stop, stop.encode()) for stop in params.stop]
+        self._tail = b""  # bytes that may begin a stop string
+        self._decoder = _new_decoder(errors="replace")  # holds incomplete characters
+        self._text = ""  # whole characters not taken yet
+
+    @property
+    def num_left(self) -> int:
+        """How many more tokens it may get."""
+        return self.max_tokens - self.num_tokens
+
+    def append(self, token_id: int) -> bool:
+        """Take one token; True when it ends the request."""
+        self.num_tokens += 1
+        if token_id in self._stop_ids and self.num_tokens > self._params.min_tokens:
+            if token_id not in self._vocabulary.eos_ids or self._params.ignore_eos:
+                self.stop_reason = token_id
+            if self._params.include_stop_str_in_output:
+                self._tail += self._bytes_of(token_id)
+            self.close(FinishReason.STOP)
+        elif self._stops:
+            self._append_and_look_for_stops(self._bytes_of(token_id))
+        else:
+            self._text += self._decoder.decode(self._bytes_of(token_id))
+        if self.finish_reason is None and self.num_tokens >= self.max_tokens:
+            self.close(FinishReason.LENGTH)
+        return self.finish_reason is not None
+
+    def close(self, reason: FinishReason) -> None:
+        """End the text: what was held back is shown, half a character as U+FFFD."""
+        self.finish_reason = reason
+        self._text += self._decoder.decode(self._tail, True)
+        self._tail = b""
+
+    def take_text(self) -> str:
+        """The whole characters that came since the last call."""
+        text = self._text
+        self._text = ""
+        return text
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        if self._params.skip_special_tokens and token_id in self._vocabulary.special_ids:
+            return b""
+        return self._vocabulary.token_bytes[token_id]
+
+    def _append_and_look_for_stops(self, piece: bytes) -> None:
+        old_length = len(self._tail)
+        tail = self._tail + piece
+        if self.num_tokens >= self._params.min_tokens:
+            match = self._first_match(tail, old_length)
+            if match is not None:
+                start, end, self.stop_reason = match
+                self._tail = tail[: end if self._params.include_stop_str_in_output else start]
+                self.close(FinishReason.STOP)
+                return
+        num_held = self._num_held_back(tail)
+        self._text += self._decoder.decode(tail[: len(tail) - num_held])
+        self._tail = tail[len(tail) - num_held :]
+
+    def _first_match(self, tail: bytes, old_length: int) -> tuple[int, int, str] | None:
+        """The stop string that is complete first, as if bytes came one by one; the longer one in a tie."""
+        best: tuple[int, int, str] | None = None
+        for text, stop in self._stops:
+            start = tail.find(stop, max(0, old_length - len(stop) + 1))
+            if start >= 0:
+                end = start + len(stop)
+                if best is None or (end, start) < (best[1], best[0]):
+                    best = (start, end, text)
+        return best
+
+    def _num_held_back(self, tail: bytes) -> int:
+        """Length of the longest end of `tail` that begins a stop string."""
+        longest = 0
+        for _, stop in self._stops:
+            start = max(0, len(tail) - len(stop) + 1)
+            while (start := tail.find(stop[:1], start)) >= 0:
+                if stop.startswith(tail[start:]):
+                    longest = max(longest, len(tail) - start)
+                    break
+                start += 1
+        return longest
+
+
+def step_output(result: StepResult, logprobs: list[TokenLogprobs | None] | None) -> RequestOutput:
+    """What one step adds to a request, for its reader. `logprobs` has an entry for each row of logits."""
+    request, stream = result.request, result.request.stream
+    num_drafted = len(result.path)
+    nodes = result.path[: len(result.token_ids)]
+    sources = [result.drafts.source[node] for node in nodes]
+    sources += ["model"] * (len(result.token_ids) - len(nodes))
+    return RequestOutput(
+        request_id=request.request_id,
+        token_ids=result.token_ids,
+        text=stream.take_text(),
+        sources=sources,
+    )

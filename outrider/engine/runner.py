@@ -1,0 +1,41 @@
+"""One model with its cache: a batch in, logits out. Knows arrays, not requests."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.engine.batch import Batch
+
+
+class ModelOutput(Protocol):
+    """What a model made of a step."""
+
+    @property
+    def logits(self) -> NDArray[np.float32]: ...  # [num_logits, vocab], valid until the next run
+    @property
+    def hidden(self) -> NDArray[np.float32] | None: ...  # [num_logits, hidden] if the executable keeps it
+
+
+class Executable(Protocol):
+    """A compiled model: what a backend gives."""
+
+    def run(self, batch: Batch) -> ModelOutput: ...
+
+
+class Runner:
+    """Runs an executable and says how long that took."""
+
+    def __init__(self, executable: Executable) -> None:
+        self.executable = executable
+        self.seconds = 0.0  # in the model, all steps together
+
+    def run(self, batch: Batch) -> ModelOutput:
+        """One forward pass. Writes the keys and values of every row to the batch's slots."""
+        begin = time.perf_counter()
+        output = self.executable.run(batch)
+        self.seconds += time.perf_counter() - begin
+        return output
