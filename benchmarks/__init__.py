@@ -1,0 +1,1 @@
+"""Measuring Outrider and its peers: scripts to run, and the few modules they share."""
