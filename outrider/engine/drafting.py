@@ -22,6 +22,7 @@ class DraftController(Protocol):
 
     def admit(self, proposals: Sequence[Drafts], num_requests: int) -> list[Drafts]: ...
     def observe(self, results: Sequence[StepResult]) -> None: ...
+    def stats(self) -> dict[str, Any]: ...
 
 
 class Drafting:
@@ -45,23 +46,29 @@ class Drafting:
         self._vocab_size = vocab_size
         self._logged: set[str] = set()
 
-    def observe(self, results: Sequence[StepResult], preempted: Sequence[Request], hidden: Any) -> None:
-        """Tell what became true in a step, and who is gone or starts over."""
+    def observe(self, results: Sequence[StepResult], hidden: Any) -> None:
+        """Tell what became true in a step, and who has finished."""
         if not self.is_active:
             return
         self._guarded("observe", lambda: self.proposer.observe(results, hidden))
         controller = self.controller
         if controller is not None:
             self._guarded("controller", lambda: controller.observe(results))
-        for request in preempted:
-            self.forget(request.request_id)
         for result in results:
             if result.request.is_finished:
                 self.forget(result.request_id)
 
     def forget(self, request_id: str) -> None:
+        """A request is gone, or starts over."""
         if self.is_active:
             self._guarded("forget", lambda: self.proposer.forget(request_id))
+
+    def stats(self) -> dict[str, Any]:
+        """What the proposer and the controller tell about themselves."""
+        stats = {"method": self._method, "proposer": self._guarded("stats", self.proposer.stats) or {}}
+        if self.controller is not None:
+            stats["controller"] = self._guarded("stats", self.controller.stats) or {}
+        return stats
 
     def propose(self, running: Sequence[Request]) -> None:
         """Set the drafts of the running requests that are generating."""

@@ -38,7 +38,6 @@ class EngineMetrics:
         self.num_prompt_tokens = 0
         self.num_generation_tokens = 0
         self.num_finished: dict[str, int] = {}  # by finish reason
-        self.num_proposer_errors = 0
         self.num_draft_steps: dict[str, int] = {}  # by source: windows verified with its drafts
         self.num_draft_tokens: dict[str, int] = {}
         self.num_accepted_tokens: dict[str, int] = {}

@@ -8,9 +8,15 @@ part that may yet turn out to begin a stop string is held back.
 from __future__ import annotations
 
 import codecs
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from outrider.request import FinishReason, RequestOutput, SamplingParams, TokenLogprobs
+
+if TYPE_CHECKING:
+    from outrider.engine.scheduler import StepResult
+    from outrider.engine.state import Request
 
 _new_decoder = codecs.getincrementaldecoder("utf-8")
 
@@ -140,16 +146,56 @@ class OutputStream:
         return longest
 
 
-def step_output(result: StepResult, logprobs: list[TokenLogprobs | None] | None) -> RequestOutput:
+def step_output(result: StepResult, logprobs: Sequence[TokenLogprobs | None] | None) -> RequestOutput:
     """What one step adds to a request, for its reader. `logprobs` has an entry for each row of logits."""
-    request, stream = result.request, result.request.stream
-    num_drafted = len(result.path)
-    nodes = result.path[: len(result.token_ids)]
-    sources = [result.drafts.source[node] for node in nodes]
-    sources += ["model"] * (len(result.token_ids) - len(nodes))
-    return RequestOutput(
+    request, drafts, path = result.request, result.drafts, result.path
+    num_tokens = len(result.token_ids)
+    chosen: list[TokenLogprobs] | None = None
+    if logprobs is not None and request.params.logprobs is not None:
+        rows = [result.logits_row, *(result.logits_row + 1 + node for node in path)][:num_tokens]
+        chosen = [entry for row in rows if (entry := logprobs[row]) is not None]
+    output = RequestOutput(
         request_id=request.request_id,
         token_ids=result.token_ids,
-        text=stream.take_text(),
-        sources=sources,
+        text=request.stream.take_text(),
+        sources=[drafts.source[node] for node in path] + ["model"] * (num_tokens - len(path)),
+        logprobs=chosen,
     )
+    return _with_totals(output, request)
+
+
+def final_output(request: Request) -> RequestOutput:
+    """The end of a request that was ended from outside of its text."""
+    return _with_totals(RequestOutput(request_id=request.request_id, token_ids=[], text=""), request)
+
+
+def _with_totals(output: RequestOutput, request: Request) -> RequestOutput:
+    output.num_prompt_tokens = request.num_prompt_tokens
+    output.num_cached_tokens = max(0, request.num_cached_tokens)
+    output.num_output_tokens = request.num_output_tokens
+    output.seed = request.seed
+    if request.is_finished:
+        output.text += request.stream.take_text()
+        output.finish_reason = request.finish_reason
+        output.stop_reason = request.stream.stop_reason
+        output.error = request.error
+        output.speculation = request.speculation
+    return output
+
+
+def count_speculation(result: StepResult) -> None:
+    """Add a step to what speculation did for its request. Counts what was verified, not what was hoped for."""
+    stats = result.request.speculation
+    stats.steps += 1
+    if not result.drafts.token_ids:
+        return
+    accepted = set(result.path)
+    stats.draft_tokens += len(result.drafts)
+    stats.accepted_tokens += len(accepted)
+    for node, depth in enumerate(result.drafts.depths()):
+        if depth == len(stats.per_position):
+            stats.per_position.append([0, 0])
+        counts = (stats.per_position[depth], stats.by_source.setdefault(result.drafts.source[node], [0, 0]))
+        for count in counts:
+            count[0] += 1
+            count[1] += node in accepted

@@ -106,17 +106,13 @@ class Scheduler:
         request.rank = (self._num_steps + self.PATIENCE * request.priority, self._num_arrivals)
         insort(self.waiting, request, key=_rank)
 
-    def cancel(self, request_id: str) -> Request | None:
-        """End a request at once and take its blocks back; None when it is not here (any more)."""
-        for queue in (self.running, self.waiting):
-            for request in queue:
-                if request.request_id == request_id:
-                    queue.remove(request)
-                    self.kv_cache.release(request)
-                    request.drafts = NO_DRAFTS
-                    request.finish(FinishReason.ABORT)
-                    return request
-        return None
+    def cancel(self, request: Request) -> None:
+        """End an unfinished request at once and take its blocks back."""
+        queue = self.running if request in self.running else self.waiting
+        queue.remove(request)
+        self.kv_cache.release(request)
+        request.drafts = NO_DRAFTS
+        request.finish(FinishReason.ABORT)
 
     def schedule(self) -> Plan:
         """The next step. Empty only when nothing is left to do (or no block could be had just now)."""

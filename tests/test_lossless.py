@@ -1,0 +1,148 @@
+"""The law, end to end: a draft may change when a token appears, never which token."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+
+from fakes import VOCABULARY, FailingAllocator, HashModel, ReferenceSampler, ScriptedProposer
+from outrider.engine.drafting import Drafting
+from outrider.engine.engine import Engine
+from outrider.engine.kv_cache import KVCacheManager
+from outrider.engine.runner import Runner
+from outrider.engine.scheduler import Scheduler
+from outrider.request import FinishReason, RequestOutput
+from strategies import MAX_MODEL_LEN, Arrival, Traffic, traffic
+
+MOST_STEPS = 3000  # far more than any traffic here needs
+
+
+def build_engine(load: Traffic, kv_cache: KVCacheManager | None = None) -> Engine:
+    kv_cache = kv_cache or KVCacheManager(load.num_blocks, load.block_size, load.enable_prefix_caching)
+    return Engine(
+        scheduler=Scheduler(
+            kv_cache,
+            max_num_seqs=load.max_num_seqs,
+            max_num_batched_tokens=load.max_num_batched_tokens,
+            enable_chunked_prefill=load.enable_chunked_prefill,
+            max_prompt_tokens_beside_decode=load.max_prompt_tokens_beside_decode,
+        ),
+        runner=Runner(HashModel(load.num_blocks, load.block_size)),
+        sampler=ReferenceSampler(),
+        drafting=Drafting(
+            ScriptedProposer(load.proposer_rng(), load.hit, load.answers, load.misbehave),
+            method="script",
+            max_draft_tokens=load.max_draft_tokens,
+            vocab_size=len(VOCABULARY),
+        ),
+        vocabulary=VOCABULARY,
+        max_model_len=MAX_MODEL_LEN,
+    )
+
+
+def run_traffic(load: Traffic, kv_cache: KVCacheManager | None = None) -> Counter[str]:
+    """Run it to the end, checking invariants at every step and every stream; returns what happened."""
+    engine = build_engine(load, kv_cache)
+    streams: dict[str, list[RequestOutput]] = {a.request.request_id: [] for a in load.arrivals}
+    last_arrival = max(a.at_step for a in load.arrivals)
+    step = 0
+    while step <= last_arrival or engine.has_work:
+        assert step < MOST_STEPS, "the engine makes no progress"
+        for arrival in load.arrivals:
+            if arrival.at_step == step:
+                engine.add_request(arrival.request)
+        outputs = engine.step()
+        engine.scheduler.check()
+        leaving = [a.request.request_id for a in load.arrivals if a.cancel_at_step == step]
+        if leaving:
+            outputs += engine.cancel(leaving)
+            engine.scheduler.check()
+        for output in outputs:
+            streams[output.request_id].append(output)
+        step += 1
+    kv_cache = engine.scheduler.kv_cache
+    assert kv_cache.num_free_blocks == kv_cache.num_blocks, "blocks are not back"
+    events = count_events(engine, step)
+    for arrival in load.arrivals:
+        check_stream(arrival, streams[arrival.request.request_id])
+        events[f"ended by {streams[arrival.request.request_id][-1].finish_reason.value}"] += 1
+    return events
+
+
+def count_events(engine: Engine, num_steps: int) -> Counter[str]:
+    metrics = engine.metrics
+    accepted = sum(metrics.num_accepted_tokens.values())
+    return Counter(
+        {
+            "steps": num_steps,
+            "preemptions": engine.scheduler.num_preemptions,
+            "prefix hits": engine.scheduler.kv_cache.num_hit_tokens,
+            "accepted": accepted,
+            "rejected": sum(metrics.num_draft_tokens.values()) - accepted,
+            "draft errors": engine.drafting.num_errors,
+        }
+    )
+
+
+def check_stream(arrival: Arrival, stream: list[RequestOutput]) -> None:
+    """The events of a stream are those of plain decoding, up to where it was cancelled."""
+    expected, params = arrival.expected, arrival.request.params
+    token_ids: list[int] = []
+    text = ""
+    for i, event in enumerate(stream):
+        assert (event.finish_reason is not None) == (i == len(stream) - 1)
+        assert event.token_ids or event.finish_reason is not None
+        assert len(event.sources) == len(event.token_ids)
+        start, end = len(token_ids), len(token_ids) + len(event.token_ids)
+        token_ids += event.token_ids
+        text += event.text
+        assert token_ids == expected.token_ids[:end]
+        assert event.num_output_tokens == end
+        assert event.num_prompt_tokens == len(arrival.request.prompt_token_ids)
+        assert event.seed == params.seed
+        assert event.logprobs == (expected.logprobs[start:end] if params.logprobs is not None else None) or (
+            not event.token_ids
+        )
+        if event.finish_reason is not FinishReason.ABORT:
+            assert text == expected.texts[end]
+    last = stream[-1]
+    if last.finish_reason is FinishReason.ABORT:
+        assert arrival.cancel_at_step is not None
+        return
+    assert token_ids == expected.token_ids
+    assert (last.finish_reason, last.stop_reason) == (expected.finish_reason, expected.stop_reason)
+    assert (last.error is not None) == (last.finish_reason is FinishReason.ERROR)
+    speculation = last.speculation
+    assert speculation is not None
+    assert 0 <= speculation.accepted_tokens <= speculation.draft_tokens
+    assert sum(source == "script" for event in stream for source in event.sources) == speculation.accepted_tokens
+
+
+def test_every_stream_equals_plain_decoding_alone() -> None:
+    events: Counter[str] = Counter()
+
+    @settings(max_examples=250)
+    @given(traffic())
+    def law(load: Traffic) -> None:
+        events.update(run_traffic(load))
+
+    law()
+    print(dict(events))
+    for name in (
+        "preemptions", "prefix hits", "accepted", "rejected", "draft errors",
+        "ended by stop", "ended by length", "ended by abort", "ended by error",
+    ):  # fmt: skip
+        assert events[name] >= 20 or name == "ended by error", f"{name} hardly happened: {events[name]}"
+
+
+@settings(max_examples=15)
+@given(traffic())
+def test_whichever_allocation_fails_the_streams_are_right_and_all_blocks_come_home(load: Traffic) -> None:
+    for fail_at in range(1, 200):
+        allocator = FailingAllocator(load.num_blocks, load.block_size, fail_at)
+        run_traffic(load, allocator)
+        if allocator.num_allocations < fail_at:
+            return
+    pytest.fail("there are more allocations than the test expects")
