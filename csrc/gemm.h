@@ -42,7 +42,8 @@ PackedWeight pack(const std::string& format, const uint8_t* data, int64_t n, int
 PackedWeight quantize(const float* data, int64_t n, int64_t k, int bits, int group, bool with_min);
 // Rows of several weights, one after the other (fused q, k, v).
 PackedWeight concat(const std::vector<PackedWeight>& parts);
-// Tiles of gate and up in turn, for Epilogue::silu_mul / gelu_mul: n = 2 * gate.n().
+// Rows of gate and up side by side, for Epilogue::silu_mul / gelu_mul: n = 2 * gate.n(). To callers its rows
+// are gate's, then up's, as concat's would be; only the memory is interleaved.
 PackedWeight interleave(const PackedWeight& gate, const PackedWeight& up);
 
 enum class Epilogue {
@@ -60,9 +61,9 @@ struct LinearArgs {
   const int32_t* row_index = nullptr;  // not null: row r of the result is made from x row row_index[r]
   const float* norm_weight = nullptr;  // not null: RMSNorm(x, norm_weight, norm_eps) goes in
   float norm_eps = 0;
-  const float* bias = nullptr;  // [n] or null; added before the epilogue (in interleaved order for *_mul)
+  const float* bias = nullptr;  // [n] or null; added before the epilogue (for *_mul: gate's, then up's)
   Epilogue epilogue = Epilogue::store;
-  float* out = nullptr;  // [rows, n or n/2]
+  float* out = nullptr;  // [rows, n or n/2], apart from x
   int64_t out_stride = 0;
 };
 
@@ -72,6 +73,9 @@ struct LinearScratch {
   std::vector<std::vector<uint8_t>> per_thread;
   void reserve(int64_t max_rows, int64_t max_k, int threads);
 };
+
+// Throws std::invalid_argument when epilogue and weight do not fit together. linear does not look.
+void check_linear(const LinearArgs& args);
 
 // Collective: every thread of the team calls it with the same arguments. Ends with a barrier.
 void linear(Team& team, const LinearArgs& args, LinearScratch& scratch);
