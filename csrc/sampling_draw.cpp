@@ -1,0 +1,329 @@
+// Filters, the draw itself, and log-probabilities.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "isa.h"
+#include "philox.h"
+#include "sampling.h"
+#include "thread_pool.h"
+
+namespace outrider {
+
+OUTRIDER_DECLARE_KERNELS(SamplingKernels, sampling_kernels)
+
+namespace {
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr int32_t kAnyId = std::numeric_limits<int32_t>::max();
+
+struct Candidate {
+  float value;
+  int32_t id;
+  uint32_t weight;
+};
+
+bool before(const Candidate& a, const Candidate& b) {
+  return a.value > b.value || (a.value == b.value && a.id < b.id);
+}
+
+// Every filter keeps a prefix of the order (value descending, id ascending): what comes before or is this.
+struct Cut {
+  float value = -kInfinity;
+  int32_t id = kAnyId;
+
+  bool keeps(float v, int32_t i) const { return v > value || (v == value && i <= id); }
+  bool is_off() const { return value == -kInfinity; }
+};
+
+// Buffers of one thread, kept from row to row.
+struct Scratch {
+  std::vector<float> row, maxima, scaled, order;
+  std::vector<int32_t> ids;
+  std::vector<uint32_t> weights;
+  std::vector<Candidate> candidates;
+
+  void reserve(int64_t vocab) {
+    const size_t n = static_cast<size_t>(vocab);
+    if (row.size() >= n) return;
+    for (auto* buffer : {&row, &scaled}) buffer->resize(n);
+    maxima.resize(static_cast<size_t>(num_blocks(vocab)));
+    ids.resize(n);
+    weights.resize(n);
+  }
+};
+
+// One row on its way to a token.
+class Row {
+ public:
+  Row(const SamplingKernels& kernels, Scratch& scratch, const float* logits, int64_t vocab)
+      : kernels_(kernels), scratch_(scratch), logits_(logits), vocab_(vocab), num_blocks_(num_blocks(vocab)) {
+    if (!kernels.block_maxima(logits, vocab, scratch.maxima.data())) return;
+    const float* maxima = scratch.maxima.data();
+    const float* best = std::max_element(maxima, maxima + num_blocks_);  // the first of equals
+    max_ = *best;
+    if (!is_valid()) return;
+    argmax_ = (best - maxima) * kBlock;
+    while (logits_[argmax_] != max_) ++argmax_;
+  }
+
+  // There is a token to draw: no NaN, no +inf, not everything masked.
+  bool is_valid() const { return std::isfinite(max_); }
+  float max() const { return max_; }
+
+  int32_t argmax() const { return static_cast<int32_t>(argmax_); }
+
+  // From here on values are (logit - max) * inv_t.
+  void scale(float inv_t) {
+    inv_t_ = inv_t;
+    offset_ = max_;
+    for (int64_t b = 0; b < num_blocks_; ++b) scratch_.maxima[b] = (scratch_.maxima[b] - offset_) * inv_t;
+  }
+
+  Cut filter(int32_t top_k, double top_p, double min_p);
+  int32_t draw(const Cut& cut, uint64_t seed, int64_t position) const;
+  // The first `count` in order, sorted.
+  void top(int64_t count, std::vector<Candidate>& result) const;
+
+ private:
+  float value(int64_t i) const { return (logits_[i] - offset_) * inv_t_; }
+  int64_t gather(float low, float high) const {
+    return kernels_.gather(logits_, scratch_.maxima.data(), vocab_, offset_, inv_t_, low, high,
+                           scratch_.ids.data(), scratch_.scaled.data());
+  }
+  void gather_candidates(float low, std::vector<Candidate>& result) const;
+  uint64_t weigh(std::vector<Candidate>& candidates) const;
+  void keep_top(int64_t count, std::vector<Candidate>& result) const;
+  Cut cut_top_p(double top_p, bool all) const;
+
+  const SamplingKernels& kernels_;
+  Scratch& scratch_;
+  const float* logits_;
+  int64_t vocab_, num_blocks_, argmax_ = -1;
+  float max_ = kInfinity, offset_ = 0.0f, inv_t_ = 1.0f;
+};
+
+void Row::gather_candidates(float low, std::vector<Candidate>& result) const {
+  const int64_t count = gather(low, kInfinity);
+  result.clear();
+  for (int64_t i = 0; i < count; ++i) result.push_back({scratch_.scaled[i], scratch_.ids[i], 0});
+}
+
+// Fills the weights of the candidates and adds them up.
+uint64_t Row::weigh(std::vector<Candidate>& candidates) const {
+  const size_t n = candidates.size();
+  for (size_t i = 0; i < n; ++i) scratch_.scaled[i] = candidates[i].value;
+  kernels_.weights(scratch_.scaled.data(), static_cast<int64_t>(n), scratch_.weights.data());
+  uint64_t sum = 0;
+  for (size_t i = 0; i < n; ++i) sum += candidates[i].weight = scratch_.weights[i];
+  return sum;
+}
+
+// The first `count` candidates in order; the last of them is at the end.
+void Row::keep_top(int64_t count, std::vector<Candidate>& result) const {
+  float low = -kInfinity;
+  if (count <= num_blocks_) {
+    // `count` blocks have a value at least as large as the count-th largest block maximum.
+    scratch_.order.assign(scratch_.maxima.begin(), scratch_.maxima.begin() + num_blocks_);
+    const auto nth = scratch_.order.begin() + (count - 1);
+    std::nth_element(scratch_.order.begin(), nth, scratch_.order.end(), std::greater<float>());
+    low = *nth;
+  }
+  gather_candidates(low, result);
+  const auto nth = result.begin() + (count - 1);
+  std::nth_element(result.begin(), nth, result.end(), before);
+  result.resize(static_cast<size_t>(count));
+}
+
+void Row::top(int64_t count, std::vector<Candidate>& result) const {
+  result.clear();
+  if ((count = std::min(count, vocab_)) <= 0) return;
+  keep_top(count, result);
+  std::sort(result.begin(), result.end(), before);
+}
+
+// The candidate at which the running weight, in order, reaches `target`.
+Candidate crossing(std::vector<Candidate>& candidates, uint64_t target) {
+  auto begin = candidates.begin(), end = candidates.end();
+  while (end - begin > 1) {
+    const auto middle = begin + (end - begin) / 2;
+    std::nth_element(begin, middle, end, before);
+    uint64_t upper = 0;
+    for (auto it = begin; it != middle; ++it) upper += it->weight;
+    if (upper >= target) {
+      end = middle;
+    } else {
+      target -= upper;
+      begin = middle;
+    }
+  }
+  return *begin;
+}
+
+// The smallest prefix that holds top_p of the weight: of the whole row, or of the candidates that top-k left.
+Cut Row::cut_top_p(double top_p, bool all) const {
+  auto& candidates = scratch_.candidates;
+  const uint64_t total =
+      all ? kernels_.sum_weights(logits_, scratch_.maxima.data(), vocab_, offset_, inv_t_) : weigh(candidates);
+  const uint64_t target = std::max<uint64_t>(1, static_cast<uint64_t>(std::ceil(top_p * static_cast<double>(total))));
+  if (all) {
+    // A few likely tokens usually hold enough. Below the second bound lies less than the share to drop
+    // even if every token sat there; below the third every weight is 0.
+    const double spread = (1.0 - top_p) * static_cast<double>(total) * 0x1p-30 / static_cast<double>(vocab_);
+    const float bounds[] = {-4.0f, static_cast<float>(std::log(std::max(spread, 1e-30))) - 0.01f, -22.0f};
+    for (float low : bounds) {
+      gather_candidates(low, candidates);
+      if (weigh(candidates) >= target) break;
+    }
+  }
+  const Candidate last = crossing(candidates, target);
+  return {last.value, last.id};
+}
+
+Cut Row::filter(int32_t top_k, double top_p, double min_p) {
+  Cut cut;
+  const bool by_rank = top_k > 0 && top_k < vocab_;
+  if (by_rank) {
+    keep_top(top_k, scratch_.candidates);
+    cut = {scratch_.candidates.back().value, scratch_.candidates.back().id};
+  }
+  if (top_p < 1.0) cut = cut_top_p(top_p, !by_rank);
+  if (min_p > 0.0) {
+    // p >= min_p * p_max, in logarithms.
+    const float low = static_cast<float>(log_portable(min_p));
+    if (low > cut.value) cut = {low, kAnyId};
+  }
+  return cut;
+}
+
+// The largest noise of a coarse byte, a little generous: the logarithms may be off by an ulp.
+const double* noise_bounds() {
+  static const auto bounds = [] {
+    std::vector<double> b(256);
+    for (uint32_t h = 0; h < 256; ++h) b[h] = gumbel_from_bits(h, 0xFFFFFFFFu) + 1e-9;
+    return b;
+  }();
+  return bounds.data();
+}
+
+// The best of value + noise so far, of the tokens that a cut keeps.
+class Race {
+ public:
+  Race(const Noise& noise, const Cut& cut) : noise_(noise), cut_(cut), bounds_(noise_bounds()) {}
+
+  void enter(float value, int32_t id) {
+    const uint32_t group = static_cast<uint32_t>(id) >> 4;
+    if (group != group_) coarse_ = noise_.coarse(group_ = group);
+    enter(value, id, Noise::coarse_of(coarse_, static_cast<uint32_t>(id)));
+  }
+
+  void enter(float value, int32_t id, uint32_t coarse) {
+    if (!cut_.keeps(value, id) || value + bounds_[coarse] < score_) return;
+    const uint32_t fine = noise_.fine(static_cast<uint32_t>(id));
+    // At the top, noise <= -log(1 - u), which the leading zeros of 1 - u bound without a logarithm.
+    if (coarse == 255 && fine != 0xFFFFFFFFu && value + (9 + __builtin_clz(~fine)) * 0.6931472 < score_) return;
+    const double score = value + gumbel_from_bits(coarse, fine);
+    if (score > score_ || (score == score_ && id < id_)) {
+      score_ = score;
+      id_ = id;
+    }
+  }
+
+  int32_t winner() const { return id_; }
+  // No token below this can win, unless its coarse byte is 255.
+  float floor() const { return std::max(cut_.value, static_cast<float>(score_ - bounds_[254] - 1e-5)); }
+  // Nor below this, whatever its noise.
+  float last_floor() const { return std::max(cut_.value, static_cast<float>(score_ - bounds_[255] - 1e-5)); }
+
+ private:
+  const Noise& noise_;
+  const Cut& cut_;
+  const double* bounds_;
+  double score_ = -std::numeric_limits<double>::infinity();
+  int32_t id_ = -1;
+  uint32_t group_ = 0xFFFFFFFFu;
+  PhiloxBlock coarse_ = {};
+};
+
+int32_t Row::draw(const Cut& cut, uint64_t seed, int64_t position) const {
+  const Noise noise(seed, position);
+  Race race(noise, cut);
+  race.enter(0.0f, argmax());
+  // Likely tokens, from the top down in slabs: with each the floor may rise.
+  float high = kInfinity, low = 0.0f;
+  while (race.floor() < high) {
+    low = std::max(race.floor(), low - 2.0f);
+    const int64_t count = gather(low, high);
+    for (int64_t i = 0; i < count; ++i) race.enter(scratch_.scaled[i], scratch_.ids[i]);
+    high = low;
+  }
+  if (cut.value >= high) return race.winner();  // nothing below survives
+  // Unlikely ones can win only with a coarse byte of 255: one in 256, found 128 at a time.
+  const float* maxima = scratch_.maxima.data();
+  int32_t lucky[128];
+  for (int64_t b = 0; b < num_blocks_; b += 2) {
+    const float best = b + 1 < num_blocks_ ? std::max(maxima[b], maxima[b + 1]) : maxima[b];
+    if (best < race.last_floor()) continue;
+    const int count = kernels_.top_noise(seed, position, static_cast<uint32_t>(b * kBlock / 16), lucky);
+    for (int i = 0; i < count; ++i)
+      if (lucky[i] < vocab_ && value(lucky[i]) < high) race.enter(value(lucky[i]), lucky[i], 255);
+  }
+  return race.winner();
+}
+
+void measure_logprobs(const SamplingKernels& kernels, Scratch& scratch, const float* logits, int64_t vocab,
+                      int32_t token, int32_t num_top, RowLogprobs& out) {
+  const Row row(kernels, scratch, logits, vocab);
+  if (!row.is_valid()) return;  // masks can hide a NaN; there is no distribution then
+  const double log_sum = log_portable(kernels.sum_exp(logits, vocab, row.max()));
+  const auto logprob = [&](float logit) {
+    return static_cast<float>(static_cast<double>(logit) - static_cast<double>(row.max()) - log_sum);
+  };
+  out.logprob = logprob(logits[token]);
+  out.rank = static_cast<int32_t>(1 + kernels.count_before(logits, vocab, logits[token], token));
+  row.top(num_top, scratch.candidates);
+  for (const Candidate& c : scratch.candidates) {
+    out.top_ids.push_back(c.id);
+    out.top_logprobs.push_back(logprob(c.value));
+  }
+}
+
+}  // namespace
+
+int32_t sample_row(const float* logits, int64_t vocab, const SamplerState& state, TokenSpan prefix,
+                   int64_t position, RowLogprobs* logprobs) {
+  static thread_local Scratch scratch;
+  static const SamplingKernels& kernels = OUTRIDER_SELECT_KERNELS(sampling_kernels);
+  scratch.reserve(vocab);
+  const SamplerParams& params = state.params();
+  Row row(kernels, scratch, state.process(logits, vocab, prefix, scratch.row.data()), vocab);
+  if (!row.is_valid()) return -1;
+  int32_t token;
+  if (params.temperature == 0.0f) {
+    token = row.argmax();
+  } else {
+    // The clamp keeps 0 * inf out of the scaled values; no useful temperature reaches it.
+    row.scale(std::min(std::max(1.0f / params.temperature, 1e-30f), 1e30f));
+    token = row.draw(row.filter(params.top_k, params.top_p, params.min_p), params.seed, position);
+  }
+  if (logprobs && params.num_logprobs >= 0)
+    measure_logprobs(kernels, scratch, logits, vocab, token, params.num_logprobs, *logprobs);
+  return token;
+}
+
+void sample_batch(const SampleBatch& batch, int32_t* token_ids, RowLogprobs* logprobs) {
+  const auto sample_range = [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) {
+      const TokenSpan prefix{batch.prefix_ids + batch.prefix_start[r], batch.prefix_start[r + 1] - batch.prefix_start[r]};
+      token_ids[r] = sample_row(batch.logits + r * batch.vocab, batch.vocab, *batch.states[batch.row_state[r]], prefix,
+                                batch.positions[r], logprobs ? logprobs + r : nullptr);
+    }
+  };
+  // Waking the pool costs some microseconds, a row of 50,000 logits ten and more.
+  if (batch.rows < 2 || batch.rows * batch.vocab < 100000)
+    sample_range(0, batch.rows);
+  else
+    run_team([&](Team& team) { team.for_each(batch.rows, 1, sample_range); });
+}
+
+}  // namespace outrider
