@@ -79,7 +79,10 @@ struct AttentionScratch {
   std::vector<std::vector<uint8_t>> per_thread;
 };
 
-// Collective; ends with a barrier.
+// Throws std::invalid_argument when heads, cache and RoPE do not fit together. Ask before the team starts.
+void check_attention(const AttentionArgs& args);
+
+// Collective; ends with a barrier. Scratch grows as needed: a fresh one is fine, one that is kept is faster.
 void append_attention(Team& team, const AttentionBatch& batch, const AttentionArgs& args, AttentionScratch& scratch);
 
 }  // namespace outrider
