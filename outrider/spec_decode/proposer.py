@@ -78,7 +78,8 @@ class Drafts:
         num = len(self.token_ids)
         if not num == len(self.parents) == len(self.survival) == len(self.source):
             raise ValueError(f"drafts need one parent, survival and source for each of {num} tokens")
-        for i, (token, parent, survival) in enumerate(zip(self.token_ids, self.parents, self.survival, strict=True)):
+        nodes = zip(self.token_ids, self.parents, self.survival, strict=True)
+        for i, (token, parent, survival) in enumerate(nodes):
             if not 0 <= token < vocab_size:
                 raise ValueError(f"draft token must be in 0..{vocab_size - 1}, got {token} at node {i}")
             if not -1 <= parent < i:
@@ -107,6 +108,8 @@ class ResultView(Protocol):
 
     @property
     def request_id(self) -> str: ...
+    @property
+    def token_ids(self) -> Sequence[int]: ...  # new and final; as long as `path` if a stop cut it there
     @property
     def drafts(self) -> Drafts: ...  # what was verified, after all trimming
     @property
