@@ -250,6 +250,8 @@ class Configuration:
         lines = []
         for config in (self.engine, self.server):
             for field in dataclasses.fields(config):
+                if field.metadata["later"] == ():  # not in this version: it can only have its default
+                    continue
                 value = shown(getattr(config, field.name), field)
                 lines.append(f"{field.name} = {value} ({self.origins.get(field.name, 'default')})")
         return "\n".join(lines)

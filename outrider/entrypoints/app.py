@@ -1,0 +1,428 @@
+"""The HTTP application: routes, keys, errors; HTTP and nothing else."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.responses import HTMLResponse, Response
+from starlette.exceptions import HTTPException
+
+from outrider import __version__
+from outrider.config import Configuration
+from outrider.entrypoints.errors import ApiError, bad_request
+from outrider.entrypoints.generation import ClientGoneError, Engine, Gate, Generation
+from outrider.entrypoints.metrics import CONTENT_TYPE, render
+from outrider.entrypoints.prepare import Prepared, Preparer
+from outrider.entrypoints.protocol import (
+    AbortRequest,
+    Body,
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    TokenizeRequest,
+    WireModel,
+    parse,
+)
+from outrider.entrypoints.responses import Answer, Wanted
+
+logger = logging.getLogger(__name__)
+
+UI = Path(__file__).parent / "ui"
+BODIES: dict[str, type[WireModel]] = {
+    "/v1/chat/completions": ChatCompletionRequest,
+    "/v1/completions": CompletionRequest,
+    "/v1/abort_requests": AbortRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+}
+# Served to anyone; everything else needs a key when keys are configured.
+OPEN_PATHS = frozenset({"/", "/health", "/ping", "/metrics", "/version", "/docs", "/openapi.json"})
+
+
+@dataclass
+class ServerState:
+    """What the routes share. `engine` and `preparer` are there from `ready` on."""
+
+    configuration: Configuration
+    gate: Gate
+    engine: Engine | None = None
+    preparer: Preparer | None = None
+    fingerprint: str = ""
+    failure: str | None = None  # why the engine is gone
+    started: float = field(default_factory=time.time)
+
+    def check_ready(self) -> None:
+        """503 unless requests can be served now."""
+        if self.failure is not None:
+            raise ApiError(503, f"the engine has stopped: {self.failure}", code="engine_dead")
+        if self.gate.is_draining:
+            raise ApiError(503, "the server is shutting down", code="draining", retry_after=5)
+        if self.engine is None or self.preparer is None:
+            raise ApiError(503, "the model is still loading", code="loading", retry_after=1)
+
+    def parts(self) -> tuple[Engine, Preparer]:
+        """Engine and preparer, or 503."""
+        self.check_ready()
+        assert self.engine is not None and self.preparer is not None
+        return self.engine, self.preparer
+
+
+def create_app(state: ServerState) -> FastAPI:
+    """The application over `state`; it serves from the start and answers 503 until the engine is there."""
+    app = FastAPI(title="Outrider", version=__version__, docs_url=None, redoc_url=None)
+    app.openapi = _openapi(app)  # type: ignore[method-assign]
+    app.add_middleware(KeyCheck, keys=state.configuration.server.api_key)
+    app.add_exception_handler(ApiError, _on_api_error(state))
+    app.add_exception_handler(ClientGoneError, _on_client_gone)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(Exception, _on_crash)
+    _add_generation_routes(app, state)
+    _add_token_routes(app, state)
+    _add_state_routes(app, state)
+    return app
+
+
+def _add_generation_routes(app: FastAPI, state: ServerState) -> None:
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        """Answer a conversation."""
+        body = await _parsed(state, request, ChatCompletionRequest)
+        prepared = await state.parts()[1].chat(body)
+        wanted = _wanted(request, body, logprobs=body.logprobs or False, top=body.top_logprobs or 0)
+        return await _generate(state, request, body, prepared, wanted)
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        """Continue one or several texts."""
+        body = await _parsed(state, request, CompletionRequest)
+        prepared = await state.parts()[1].completion(body)
+        wanted = _wanted(request, body, logprobs=body.logprobs is not None, top=body.logprobs or 0)
+        return await _generate(state, request, body, prepared, wanted)
+
+    @app.post("/v1/abort_requests")
+    async def abort_requests(request: Request) -> Response:
+        """Cancel requests by the ids of their answers, or all; what was made so far is answered."""
+        body = await _parsed(state, request, AbortRequest)
+        if bool(body.abort_all) == (body.request_ids is not None):
+            raise bad_request("give either request_ids or abort_all: true", "request_ids")
+        running = state.gate.generations
+        ids = [name for name in (running if body.abort_all else body.request_ids or []) if name in running]
+        for request_id in ids:
+            running[request_id].abort()
+        return _json({"aborted": ids})
+
+
+def _add_token_routes(app: FastAPI, state: ServerState) -> None:
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        """Token ids of a text or of a conversation."""
+        body = await _parsed(state, request, TokenizeRequest)
+        preparer = state.parts()[1]
+        ids = await preparer.tokens(body)
+        content: dict[str, Any] = {
+            "tokens": ids, "count": len(ids), "max_model_len": preparer.limits.max_model_len
+        }  # fmt: skip
+        if body.return_token_strs:
+            content["token_strs"] = [preparer.token_bytes[i].decode("utf-8", "replace") for i in ids]
+        return _json(content)
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        """The text of token ids."""
+        body = await _parsed(state, request, DetokenizeRequest)
+        preparer = state.parts()[1]
+        preparer.check_model(body.model)
+        preparer.check_ids(body.tokens, "tokens")
+        return _json({"prompt": preparer.tokenizer.decode(body.tokens, skip_special_tokens=False)})
+
+
+def _add_state_routes(app: FastAPI, state: ServerState) -> None:
+    config = state.configuration
+
+    def model_card() -> dict[str, Any]:
+        limits = state.parts()[1].limits
+        return {
+            "id": limits.model_name, "object": "model", "created": int(state.started), "owned_by": "outrider",
+            "root": config.engine.model, "max_model_len": limits.max_model_len,
+        }  # fmt: skip
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        """The models served: one."""
+        return _json({"object": "list", "data": [model_card()]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        """The model of that name."""
+        state.parts()[1].check_model(name)
+        return _json(model_card())
+
+    @app.get("/v1/speculation")
+    async def speculation() -> Response:
+        """What speculation does now: sources, acceptance, the controller's decisions."""
+        stats = await state.parts()[0].stats()
+        return _json(_speculation_view(stats))
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """Prometheus metrics."""
+        alive = state.engine is not None and state.failure is None
+        stats = await state.engine.stats() if alive and state.engine is not None else {}
+        return Response(render(stats, state.gate.failures), media_type=CONTENT_TYPE)
+
+    @app.get("/health")
+    async def health() -> Response:
+        """200 when requests can be served, else 503."""
+        state.check_ready()
+        return _json({"status": "ready"})
+
+    @app.post("/ping", include_in_schema=False)
+    @app.get("/ping")
+    async def ping() -> Response:
+        """200 while this process lives."""
+        return _json({"status": "alive"})
+
+    @app.get("/version")
+    async def version() -> Response:
+        return _json({"version": __version__})
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> Response:
+        return HTMLResponse((UI / "index.html").read_text(encoding="utf-8"))
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        return HTMLResponse((UI / "docs.html").read_text(encoding="utf-8"))
+
+
+def _speculation_view(stats: dict[str, Any]) -> dict[str, Any]:
+    names = {
+        "num_draft_steps": "drafts",
+        "num_draft_tokens": "draft_tokens",
+        "num_accepted_tokens": "accepted_tokens",
+        "num_draft_tokens_per_position": "draft_tokens_per_position",
+        "num_accepted_per_position": "accepted_tokens_per_position",
+    }  # fmt: skip
+    sources: dict[str, dict[str, Any]] = {}
+    for key, name in names.items():
+        for source, value in stats.get(key, {}).items():
+            sources.setdefault(source, {})[name] = value
+    for counts in sources.values():
+        drafted = counts.get("draft_tokens", 0)
+        counts["acceptance_rate"] = counts.get("accepted_tokens", 0) / drafted if drafted else 0.0
+    emitted, windows = stats.get("num_generation_tokens", 0), stats.get("num_emitting_windows", 0)
+    return {
+        "sources": sources,
+        "emitted_tokens": emitted,
+        "mean_acceptance_length": emitted / windows if windows else 0.0,
+        **(stats.get("speculation") or {}),
+    }
+
+
+def _wanted(request: Request, body: GenerationRequest, *, logprobs: bool, top: int) -> Wanted:
+    header = request.headers.get("x-outrider-speculation", "").lower()
+    if header not in ("", "0", "1", "detailed"):
+        raise bad_request(f"header X-Outrider-Speculation must be 0, 1 or detailed, got {header!r}")
+    asked = body.return_speculation or header in ("1", "detailed")
+    return Wanted(
+        chat=isinstance(body, ChatCompletionRequest),
+        logprobs=logprobs,
+        num_logprobs=top,
+        token_ids=bool(body.return_token_ids),
+        usage=body.include_usage,
+        speculation=bool(asked),
+        sources="detailed" in (body.return_speculation, header),
+    )
+
+
+async def _generate(
+    state: ServerState, request: Request, body: GenerationRequest, prepared: Prepared, wanted: Wanted
+) -> Response:
+    engine, preparer = state.parts()
+    request_id = ("chatcmpl-" if wanted.chat else "cmpl-") + uuid.uuid4().hex
+    generation = Generation(
+        engine, state.gate, state.configuration.server, prepared, request_id,
+        priority=body.priority or 0, cache_salt=_namespace(state, request, body.cache_salt),
+    )  # fmt: skip
+    answer = Answer(
+        request_id, prepared.model, state.fingerprint, prepared.seed, prepared.prompts, prepared.n, wanted,
+        preparer.token_bytes, prepared.texts,
+    )  # fmt: skip
+    if body.stream:
+        return EventStream(generation, answer, request_id)
+    content = await generation.collect(answer, request.receive)
+    return Response(content, media_type="application/json", headers={"x-request-id": request_id})
+
+
+def _namespace(state: ServerState, request: Request, salt: str | None) -> str:
+    """Whose cached prefixes and drafts a request may see: those of its key and salt."""
+    key = request.headers.get("authorization", "") if state.configuration.server.api_key else ""
+    return (hashlib.sha256(key.encode()).hexdigest()[:16] + ":" if key else "") + (salt or "")
+
+
+class EventStream(Response):
+    """An answer sent as server-sent events. The status line waits for the first event."""
+
+    def __init__(self, generation: Generation, answer: Answer, request_id: str) -> None:
+        self._generation = generation
+        self._answer = answer
+        self._stream_headers = [
+            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no"),
+            (b"x-request-id", request_id.encode()),
+        ]
+        self.background = None
+        self.status_code = 200
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        started = False
+
+        async def emit(event: bytes) -> None:
+            nonlocal started
+            if not started:
+                started = True
+                await send({"type": "http.response.start", "status": 200, "headers": self._stream_headers})
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+
+        await self._generation.stream(self._answer, receive, emit)
+        await send({"type": "http.response.body", "body": b""})
+
+
+async def _parsed(state: ServerState, request: Request, model: type[Body]) -> Body:
+    state.check_ready()
+    return parse(model, await _read_body(request, state.configuration.server.max_body_bytes))
+
+
+async def _read_body(request: Request, limit: int) -> bytes:
+    """The body; one that is too large is read to its end (within reason) but not kept.
+
+    A client that is cut off while it sends sees a broken connection instead of the error.
+    """
+    chunks: list[bytes] = []
+    size = 0
+    declared = request.headers.get("content-length", "0")
+    too_large = declared.isdecimal() and int(declared) > limit
+    while size <= 16 * limit:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGoneError()
+        size += len(message.get("body", b""))
+        too_large = too_large or size > limit
+        if not too_large:
+            chunks.append(message.get("body", b""))
+        if not message.get("more_body"):
+            break
+    if too_large:
+        raise ApiError(
+            413, f"the request body is larger than {limit} bytes; send less or raise --max-body-bytes",
+            code="body_too_large",
+        )  # fmt: skip
+    return b"".join(chunks)
+
+
+class KeyCheck:
+    """Refuses requests without one of the keys. Plain ASGI: it costs a stream nothing."""
+
+    def __init__(self, app: Any, keys: tuple[str, ...]) -> None:
+        self._app = app
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if (
+            scope["type"] == "http"
+            and self._digests
+            and scope["path"] not in OPEN_PATHS
+            and not self._fits(scope)
+        ):
+            error = ApiError(
+                401,
+                "a valid API key is needed: send the header Authorization: Bearer <key>",
+                code="invalid_api_key",
+            )
+            await _error_response(error)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _fits(self, scope: Any) -> bool:
+        header = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        scheme, _, token = header.partition(b" ")
+        digest = hashlib.sha256(token.strip()).digest()
+        # Every key is compared, so that the time tells nothing.
+        found = [hmac.compare_digest(digest, known) for known in self._digests]
+        return scheme.lower() == b"bearer" and any(found)
+
+
+def _on_api_error(state: ServerState) -> Callable[[Request, Any], Awaitable[Response]]:
+    async def handle(request: Request, error: ApiError) -> Response:
+        if request.url.path in ("/v1/chat/completions", "/v1/completions"):
+            state.gate.count_failure(error.code or str(error.status))
+        return _error_response(error)
+
+    return handle
+
+
+async def _on_client_gone(request: Request, error: Exception) -> Response:
+    """Nobody reads this answer; the log has it under the status that proxies use for it."""
+    logger.info("%s %s 499: the client closed the connection", request.method, request.url.path)
+    return Response(status_code=499)
+
+
+async def _on_http_error(request: Request, error: Any) -> Response:
+    """Unknown routes and methods, in the common body."""
+    method, path = request.method, request.url.path
+    if error.status_code == 404:
+        return _error_response(
+            ApiError(404, f"there is no route {method} {path}; see /docs", code="route_not_found")
+        )
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "another method")
+        message = f"{path} does not take {method}; use {allowed}"
+        response = _error_response(ApiError(405, message, code="method_not_allowed"))
+        response.headers["allow"] = allowed
+        return response
+    return _error_response(ApiError(error.status_code, str(error.detail)))
+
+
+async def _on_crash(request: Request, error: Exception) -> Response:
+    return _error_response(ApiError(500, f"internal error: {type(error).__name__}", code="internal_error"))
+
+
+def _error_response(error: ApiError) -> Response:
+    headers = {"retry-after": str(error.retry_after)} if error.retry_after else {}
+    if error.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return Response(error.encode(), error.status, headers, media_type="application/json")
+
+
+def _json(content: Any) -> Response:
+    return Response(msgspec.json.encode(content), media_type="application/json")
+
+
+def _openapi(app: FastAPI) -> Callable[[], dict[str, Any]]:
+    """FastAPI's description plus the bodies, which the routes read themselves. Made when first asked for."""
+    describe = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            parts = describe().setdefault("components", {}).setdefault("schemas", {})
+            for path, model in BODIES.items():
+                schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+                parts.update(schema.pop("$defs", {}))
+                parts[model.__name__] = schema
+                content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}}
+                describe()["paths"][path]["post"]["requestBody"] = {"required": True, "content": content}
+        return describe()
+
+    return openapi

@@ -1,0 +1,321 @@
+"""From a wire request to what the engine takes: token ids and sampling parameters.
+
+Everything that can be wrong with a request that parsed is found here, before any of it reaches the
+engine, so a bad request never costs another request anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from outrider.entrypoints.errors import ApiError, bad_request
+from outrider.entrypoints.protocol import (
+    MAX_STOP_STRINGS,
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationRequest,
+    Message,
+    Speculation,
+    TokenizeRequest,
+)
+from outrider.request import SamplingParams, SpeculationParams
+
+# Texts longer than this are tokenised in a thread, so that other streams do not wait for them.
+LONG_TEXT = 8192
+
+
+class Tokenizer(Protocol):
+    """What the server needs of `outrider.models.tokenizer.Tokenizer`."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]: ...
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = ...) -> str: ...
+    def token_bytes(self) -> list[bytes]: ...
+    def apply_chat_template(self, messages: list[dict[str, Any]], **kwargs: Any) -> str: ...
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What bounds a request."""
+
+    model_name: str
+    max_model_len: int
+    vocab_size: int
+    max_n: int
+    max_logprobs: int
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request the engine can take: prompts times n sequences, prompt-major."""
+
+    prompts: list[list[int]]
+    params: list[SamplingParams]  # one a sequence
+    n: int
+    seed: int
+    texts: list[str] | None = None  # the prompts as text, where the answer repeats them
+    model: str = ""
+
+
+class Preparer:
+    """Checks requests against the limits and turns them into token ids and parameters."""
+
+    def __init__(self, tokenizer: Tokenizer, limits: Limits, seed: int) -> None:
+        self.tokenizer = tokenizer
+        self.limits = limits
+        table = tokenizer.token_bytes()
+        self.token_bytes = table + [b""] * (limits.vocab_size - len(table))
+        self._max_token_bytes = max(map(len, self.token_bytes), default=1) or 1
+        self._seeds = random.Random(seed)
+
+    async def chat(self, request: ChatCompletionRequest) -> Prepared:
+        """A chat request: one prompt, from the messages or as given ids."""
+        if request.prompt_token_ids is not None:
+            if request.messages:
+                raise bad_request("messages and prompt_token_ids exclude each other", "prompt_token_ids")
+            prompts = [request.prompt_token_ids]
+        else:
+            prompts = [await self._encode(self._template(request), False, "messages")]
+        if request.max_completion_tokens is not None and request.max_tokens is not None:
+            raise bad_request("max_tokens and max_completion_tokens exclude each other", "max_tokens")
+        if request.top_logprobs is not None and not request.logprobs:
+            raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
+        logprobs = (request.top_logprobs or 0) if request.logprobs else None
+        max_tokens, name = request.max_tokens, "max_tokens"
+        if request.max_completion_tokens is not None:
+            max_tokens, name = request.max_completion_tokens, "max_completion_tokens"
+        return self._prepare(request, prompts, "messages", (name, max_tokens), ("top_logprobs", logprobs))
+
+    async def completion(self, request: CompletionRequest) -> Prepared:
+        """A completion request: one or several prompts, as text or ids."""
+        prompts, texts = await self._prompts(request)
+        if request.echo and request.logprobs is not None:
+            raise bad_request(
+                "echo together with logprobs is not supported by this version of Outrider", "echo"
+            )
+        prepared = self._prepare(
+            request, prompts, "prompt", ("max_tokens", request.max_tokens), ("logprobs", request.logprobs)
+        )
+        if request.echo:
+            texts = texts or [self.tokenizer.decode(p, skip_special_tokens=False) for p in prompts]
+            return Prepared(prompts, prepared.params, prepared.n, prepared.seed, texts, prepared.model)
+        return prepared
+
+    async def tokens(self, request: TokenizeRequest) -> list[int]:
+        """The ids of a text or a conversation."""
+        self.check_model(request.model)
+        if (request.prompt is None) == (request.messages is None):
+            raise bad_request("give either prompt or messages", "prompt", "missing_required_parameter")
+        if request.prompt is not None:
+            special = request.add_special_tokens is not False
+            return await self._run(
+                lambda text: self.tokenizer.encode(text, add_special_tokens=special), request.prompt
+            )
+        text = self._template(request)
+        return await self._run(lambda t: self.tokenizer.encode(t, add_special_tokens=False), text)
+
+    def check_model(self, model: str | None) -> None:
+        if model is not None and model != self.limits.model_name:
+            raise ApiError(
+                404, f"the model {model!r} is not served here; this server has {self.limits.model_name!r}",
+                param="model", code="model_not_found",
+            )  # fmt: skip
+
+    def check_ids(self, token_ids: list[int], param: str) -> None:
+        """Refuse ids that the vocabulary does not have."""
+        size = self.limits.vocab_size
+        if token_ids and max(token_ids) >= size:
+            raise bad_request(
+                f"{param}: token id {max(token_ids)} is not in the vocabulary of {size} tokens", param
+            )
+
+    def _template(self, request: ChatCompletionRequest | TokenizeRequest) -> str:
+        messages: list[Message] = request.messages or []
+        if not messages:
+            raise bad_request(
+                "messages must hold at least one message", "messages", "missing_required_parameter"
+            )
+        resume = bool(request.continue_final_message)
+        if resume and request.add_generation_prompt:
+            raise bad_request(
+                "continue_final_message and add_generation_prompt exclude each other",
+                "continue_final_message",
+            )
+        if resume and messages[-1].role != "assistant":
+            raise bad_request(
+                f"continue_final_message needs a final assistant message, got {messages[-1].role!r}",
+                "continue_final_message",
+            )
+        extra = request.chat_template_kwargs or {}
+        for name in ("messages", "add_generation_prompt", "continue_final_message", "chat_template", "tools"):
+            if name in extra:
+                raise bad_request(f"chat_template_kwargs must not hold {name!r}", "chat_template_kwargs")
+        prompt_turn = not resume if request.add_generation_prompt is None else request.add_generation_prompt
+        try:
+            return self.tokenizer.apply_chat_template(
+                [message.for_template() for message in messages],
+                add_generation_prompt=prompt_turn, continue_final_message=resume, **extra,
+            )  # fmt: skip
+        except Exception as error:  # templates may fail in any way, and they fail on the client's input
+            raise bad_request(f"the chat template refuses these messages: {error}", "messages") from None
+
+    async def _prompts(self, request: CompletionRequest) -> tuple[list[list[int]], list[str] | None]:
+        prompt = request.prompt
+        if request.prompt_token_ids is not None:
+            if prompt is not None:
+                raise bad_request("prompt and prompt_token_ids exclude each other", "prompt_token_ids")
+            return [request.prompt_token_ids], None
+        if prompt is None or prompt == []:
+            raise bad_request("prompt is required", "prompt", "missing_required_parameter")
+        if isinstance(prompt, str):
+            prompt = [prompt]
+        special = request.add_special_tokens is not False
+        if isinstance(prompt[0], str):
+            texts: list[str] = prompt  # type: ignore[assignment]
+            return [await self._encode(text, special, "prompt") for text in texts], texts
+        if isinstance(prompt[0], int):
+            return [prompt], None  # type: ignore[list-item]
+        return list(prompt), None  # type: ignore[arg-type]
+
+    async def _encode(self, text: str, special: bool, param: str) -> list[int]:
+        """Token ids; a text that cannot fit is refused before any work is spent on it."""
+        size, limit = len(text.encode()), self.limits.max_model_len
+        if size > limit * self._max_token_bytes:
+            raise self._too_long(f"at least {-(-size // self._max_token_bytes)}", param)
+        return await self._run(lambda t: self.tokenizer.encode(t, add_special_tokens=special), text)
+
+    @staticmethod
+    async def _run(encode: Callable[[str], list[int]], text: str) -> list[int]:
+        return await asyncio.to_thread(encode, text) if len(text) > LONG_TEXT else encode(text)
+
+    def _too_long(self, length: int | str, param: str) -> ApiError:
+        return bad_request(
+            f"the prompt has {length} tokens, but the model's context is {self.limits.max_model_len} "
+            "tokens, of which at least one must be left for the answer; shorten the prompt",
+            param, "context_length_exceeded",
+        )  # fmt: skip
+
+    def _prepare(
+        self, request: GenerationRequest, prompts: list[list[int]], param: str,
+        max_tokens: tuple[str, int | None], logprobs: tuple[str, int | None],
+    ) -> Prepared:  # fmt: skip
+        self.check_model(request.model)
+        n = request.n or 1
+        if n * len(prompts) > self.limits.max_n:
+            raise bad_request(
+                f"n is too large: {len(prompts)} prompt(s) x n={n} are {n * len(prompts)} sequences, at most "
+                f"{self.limits.max_n} are allowed", "n",
+            )  # fmt: skip
+        for prompt in prompts:
+            if not prompt:
+                raise bad_request("the prompt is empty: it has no tokens", param)
+            self.check_ids(prompt, param)
+            if len(prompt) >= self.limits.max_model_len:
+                raise self._too_long(len(prompt), param)
+            self._check_max_tokens(*max_tokens, len(prompt))
+        if request.stream_options is not None and not request.stream:
+            raise bad_request("stream_options needs stream: true", "stream_options")
+        params = self._params(request, max_tokens[1], *logprobs)
+        seed = self._seeds.getrandbits(53) if request.seed is None else request.seed
+        seeded = [_with_seed(params, derive_seed(seed, i)) for i in range(n)]
+        return Prepared(prompts, seeded * len(prompts), n, seed, model=self.limits.model_name)
+
+    def _check_max_tokens(self, name: str, value: int | None, prompt_len: int) -> None:
+        room = self.limits.max_model_len - prompt_len
+        if value is not None and value < 1:
+            raise bad_request(f"{name} must be at least 1, got {value}", name)
+        if value is not None and value > room:
+            raise bad_request(
+                f"{name} is too large: {value}; the prompt has {prompt_len} tokens and the model's context "
+                f"is {self.limits.max_model_len}, so at most {room} are possible",
+                name, "context_length_exceeded",
+            )  # fmt: skip
+
+    def _params(
+        self, request: GenerationRequest, max_tokens: int | None, logprobs_name: str, logprobs: int | None
+    ) -> SamplingParams:
+        stop = request.stop_strings
+        if len(stop) > MAX_STOP_STRINGS:
+            raise bad_request(
+                f"stop: at most {MAX_STOP_STRINGS} strings are allowed, got {len(stop)}", "stop"
+            )
+        if "" in stop:
+            raise bad_request("stop: an empty string would end every answer at once", "stop")
+        if logprobs is not None and logprobs > self.limits.max_logprobs:
+            raise bad_request(
+                f"{logprobs_name} must be at most {self.limits.max_logprobs}, got {logprobs}", logprobs_name
+            )
+        if max_tokens is not None and (request.min_tokens or 0) > max_tokens:
+            raise bad_request(
+                f"min_tokens must be at most max_tokens ({max_tokens}), got {request.min_tokens}",
+                "min_tokens",
+            )
+        self.check_ids(request.stop_token_ids or [], "stop_token_ids")
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=_or(request.temperature, 1.0),
+            top_k=max(_or(request.top_k, 0), 0),
+            top_p=_or(request.top_p, 1.0),
+            min_p=_or(request.min_p, 0.0),
+            presence_penalty=_or(request.presence_penalty, 0.0),
+            frequency_penalty=_or(request.frequency_penalty, 0.0),
+            repetition_penalty=_or(request.repetition_penalty, 1.0),
+            logit_bias=self._logit_bias(request.logit_bias or {}),
+            min_tokens=request.min_tokens or 0,
+            bad_words=self._bad_words(request.bad_words or []),
+            stop=stop,
+            stop_token_ids=request.stop_token_ids or [],
+            include_stop_str_in_output=bool(request.include_stop_str_in_output),
+            ignore_eos=bool(request.ignore_eos),
+            skip_special_tokens=request.skip_special_tokens is not False,
+            logprobs=logprobs,
+            speculation=_speculation(request.speculation),
+        )
+
+    def _logit_bias(self, bias: dict[str, float]) -> dict[int, float]:
+        result: dict[int, float] = {}
+        for key, value in bias.items():
+            if not key.isdecimal():
+                raise bad_request(f"logit_bias: keys must be token ids, got {key!r}", "logit_bias")
+            self.check_ids([int(key)], "logit_bias")
+            result[int(key)] = value
+        return result
+
+    def _bad_words(self, words: list[str]) -> list[list[int]]:
+        """Each word as it may appear: at the start of a text and after a blank."""
+        sequences: list[list[int]] = []
+        for word in words:
+            for text in (word.lstrip(), " " + word.lstrip()):
+                ids = self.tokenizer.encode(text, add_special_tokens=False)
+                if ids and ids not in sequences:
+                    sequences.append(ids)
+        return sequences
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+def _speculation(value: str | Speculation | None) -> SpeculationParams | None:
+    if isinstance(value, Speculation):
+        return SpeculationParams(value.method, value.max_draft_tokens)
+    return None if value is None else SpeculationParams(method=value)
+
+
+def _with_seed(params: SamplingParams, seed: int) -> SamplingParams:
+    import msgspec
+
+    return msgspec.structs.replace(params, seed=seed)
+
+
+def derive_seed(seed: int, index: int) -> int:
+    """The seed of choice `index` of a request: the request's own for the first, then a mix of both."""
+    if index == 0:
+        return seed % 2**64
+    mixed = (seed + index * 0x9E3779B97F4A7C15) % 2**64  # splitmix64
+    mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB % 2**64
+    return mixed ^ (mixed >> 31)
