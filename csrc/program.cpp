@@ -356,12 +356,11 @@ void Program::check_requests(const AttentionBatch& batch) const {
   }
 }
 
-// Scratch depends on the number of threads, which may change between steps.
+// The scratch of linear depends on the number of threads, which may change between steps.
 void Program::reserve_scratch() {
   const int threads = ThreadPool::global().size();
   if (threads == scratch_threads_) return;
   linear_scratch_.reserve(max_rows_, max_k_, threads);
-  attention_scratch_.per_thread.resize(size_t(threads));
   scratch_threads_ = threads;
 }
 

@@ -1,0 +1,350 @@
+"""The native backend: recording, fusion, memory, threads, and what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import outrider._native as _native
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outrider.backends import make_backend
+from outrider.backends.memory import assign_storage
+from outrider.backends.native import NativeBackend, NativeExecutable
+from outrider.backends.ops import Array, Ops, RopeSpec
+from outrider.backends.recording import Graph, RecordingOps
+from outrider.models.config import ModelConfig
+from outrider.models.llama import build
+from outrider.models.registry import tensor_shapes, weight_plan
+from outrider.models.tensors import RawTensor
+
+BLOCK_SIZE = 16
+NUM_BLOCKS = 24
+MAX_ROWS = 64
+
+
+@dataclass
+class StepArrays:
+    token_ids: np.ndarray
+    positions: np.ndarray
+    slot_mapping: np.ndarray
+    query_start_loc: np.ndarray
+    seq_lens: np.ndarray
+    block_tables: np.ndarray
+    logits_indices: np.ndarray
+
+
+def step(*requests: tuple[list[int], list[int], int], logits: list[int] | None = None) -> StepArrays:
+    """A batch of requests, each (token ids, block table, position of the first token)."""
+    token_ids, positions, slots, starts, lengths = [], [], [], [0], []
+    tables = np.zeros((len(requests), max(len(table) for _, table, _ in requests)), np.int32)
+    for i, (ids, table, first) in enumerate(requests):
+        here = range(first, first + len(ids))
+        token_ids += ids
+        positions += here
+        slots += [table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in here]
+        starts.append(len(token_ids))
+        lengths.append(first + len(ids))
+        tables[i, : len(table)] = table
+    rows = list(range(len(token_ids))) if logits is None else logits
+    as_ints = [np.array(x, np.int32) for x in (token_ids, positions, slots, starts, lengths)]
+    return StepArrays(*as_ints, block_tables=tables, logits_indices=np.array(rows, np.int32))
+
+
+def tiny_config(**changes: Any) -> ModelConfig:
+    head_dim = changes.pop("head_dim", 16)
+    rope = RopeSpec(tuple(1e4 ** (-i / (head_dim // 2)) for i in range(head_dim // 2)), head_dim)
+    config = ModelConfig(
+        architecture="llama", vocab_size=50, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2,
+        head_dim=head_dim, intermediate_size=96, rms_eps=1e-5, rope=rope, max_position_embeddings=4096,
+        tie_embeddings=False, attention_bias=False, attention_out_bias=False, qk_norm=False,
+        sliding_window=(None, None), eos_token_ids=(0,), bos_token_id=None,
+    )  # fmt: skip
+    return replace(config, **changes)
+
+
+def random_tensors(config: ModelConfig, seed: int = 0) -> dict[str, RawTensor]:
+    rng = np.random.default_rng(seed)
+    tensors = {}
+    for names in weight_plan(config).values():
+        for name in names:
+            shape = tensor_shapes(config)[name]
+            values = rng.standard_normal(shape) * (shape[-1] ** -0.5 if len(shape) == 2 else 0.3)
+            values += name.endswith("norm")
+            data = values.astype(np.float32).reshape(-1).view(np.uint8)
+            tensors[name] = RawTensor(name, shape, "f32", data, "random")
+    return tensors
+
+
+def compile_model(
+    config: ModelConfig,
+    *,
+    fusion: bool = True,
+    quantization: str | None = None,
+    seed: int = 0,
+    build_fn: Any = build,
+    **options: Any,
+) -> NativeExecutable:
+    backend = NativeBackend(fusion=fusion)
+    tensors = random_tensors(config, seed)
+    weights = {
+        handle: backend.weight([tensors[name] for name in names], quantization)
+        for handle, names in weight_plan(config).items()
+    }
+    limits = dict(max_rows=MAX_ROWS, max_logits_rows=MAX_ROWS, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+    return backend.compile(build_fn, config, weights, **{**limits, **options})
+
+
+def instructions(executable: NativeExecutable) -> list[str]:
+    return [name for name, _ in executable.program.profile()]
+
+
+TRAFFIC = [
+    step(([1, 2, 3, 4, 5, 6, 7], [3, 1], 0), ([9, 8, 7], [5], 0)),
+    step(([10], [3, 1], 7), ([11, 12], [5], 3), ([13] * 20, [7, 2], 0), logits=[0, 2, 22]),
+    step(([14, 15, 16], [3, 1], 8), logits=[2]),
+    step(([17] * 12, [3, 1], 11), ([3], [7, 2], 20), logits=[12, 0, 5]),
+]
+
+
+def outputs(executable: NativeExecutable, batches: list[StepArrays] = TRAFFIC) -> list[bytes]:
+    return [executable.run(batch).logits.tobytes() for batch in batches]
+
+
+CONFIGS = {
+    "llama": tiny_config(),
+    "tied, biased": tiny_config(tie_embeddings=True, attention_bias=True, attention_out_bias=True),
+    "qk_norm, gelu, window": tiny_config(qk_norm=True, hidden_act="gelu_tanh", sliding_window=(5, None)),
+    "odd sizes": tiny_config(hidden_size=96, num_heads=3, num_kv_heads=1, head_dim=24, intermediate_size=160),
+    "interleaved, partial rope": tiny_config(
+        rope=RopeSpec((1.0, 0.3, 0.01, 0.2), 8, layout="interleaved", attention_factor=1.2)
+    ),
+}
+
+
+@pytest.mark.parametrize("quantization", [None, "wint8", "wint4"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_fusion_changes_no_bit(name: str, quantization: str | None) -> None:
+    fused = compile_model(CONFIGS[name], quantization=quantization)
+    plain = compile_model(CONFIGS[name], quantization=quantization, fusion=False)
+    assert len(instructions(fused)) < len(instructions(plain))
+    assert outputs(fused) == outputs(plain)
+
+
+def test_a_layer_is_five_instructions() -> None:
+    layer = ["linear", "append_attention", "linear", "linear", "linear"]
+    for name in ("llama", "tied, biased", "qk_norm, gelu, window"):
+        assert instructions(compile_model(CONFIGS[name])) == ["embedding", *layer, *layer, "linear"]
+
+
+@pytest.mark.parametrize("quantization", [None, "wint8", "wint4"])
+def test_results_do_not_depend_on_threads(quantization: str | None) -> None:
+    executable = compile_model(CONFIGS["llama"], quantization=quantization)
+    before = _native.num_threads()
+    try:
+        results = []
+        for threads in (1, 2, 3, 2, 1):
+            _native.set_num_threads(threads)
+            results.append(outputs(executable))
+    finally:
+        _native.set_num_threads(before)
+    assert all(result == results[0] for result in results)
+
+
+@given(cuts=st.lists(st.integers(1, 40), max_size=6), table=st.permutations(range(8)))
+@settings(max_examples=20)
+def test_a_row_does_not_depend_on_how_its_context_was_computed(cuts: list[int], table: list[int]) -> None:
+    executable, ids = SHARED["executable"], [(7 * i) % 50 for i in range(41)]
+    bounds = sorted({0, 41, *cuts})
+    logits = np.concatenate([
+        executable.run(step((ids[a:b], list(table), a))).logits.copy() for a, b in pairwise(bounds)
+    ])  # fmt: skip
+    assert logits.tobytes() == SHARED["expected"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _shared() -> None:
+    SHARED["executable"] = executable = compile_model(CONFIGS["llama"], quantization="wint4")
+    whole = step(([(7 * i) % 50 for i in range(41)], [0, 1, 2], 0))
+    SHARED["expected"] = executable.run(whole).logits.tobytes()
+
+
+SHARED: dict[str, Any] = {}
+
+
+def test_hidden_rows_come_before_or_after_the_final_norm() -> None:
+    config = CONFIGS["llama"]
+    plain = outputs(compile_model(config))
+    norm = random_tensors(config)["norm"].to_float32()
+    runs = {}
+    for hidden in ("pre_norm", "post_norm"):
+        executable = compile_model(config, hidden=hidden)
+        assert outputs(executable) == plain
+        runs[hidden] = [executable.run(batch).hidden.copy() for batch in TRAFFIC]
+    for before, after in zip(runs["pre_norm"], runs["post_norm"], strict=True):
+        x = before.astype(np.float64)
+        expected = x / np.sqrt((x**2).mean(1, keepdims=True) + config.rms_eps) * norm
+        np.testing.assert_allclose(after, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_tensors_of_mixed_formats_are_fused_by_columns() -> None:
+    config = tiny_config(attention_bias=True)
+    tensors = random_tensors(config)
+    for name in ("layers.0.v", "layers.0.up", "layers.1.q"):
+        values = tensors[name].to_float32().astype(np.float16)
+        tensors[name] = replace(tensors[name], format="f16", data=values.reshape(-1).view(np.uint8))
+    results = []
+    for fusion in (True, False):
+        backend = NativeBackend(fusion=fusion)
+        weights = {
+            handle: backend.weight([tensors[name] for name in names], None)
+            for handle, names in weight_plan(config).items()
+        }
+        executable = backend.compile(
+            build, config, weights, max_rows=MAX_ROWS, max_logits_rows=MAX_ROWS, num_blocks=NUM_BLOCKS,
+            block_size=BLOCK_SIZE,
+        )  # fmt: skip
+        results.append(outputs(executable))
+    assert results[0] == results[1]
+
+
+def parallel_residual(ops: Ops, config: ModelConfig, weights: Any) -> Array:
+    """Attention-free, and full of shapes that look fusible and are not."""
+    x = ops.embedding(weights["embed"])
+    normed = ops.rms_norm(x, weights["norm"], config.rms_eps)
+    o = ops.linear(normed, weights["layers.0.o"])
+    x = ops.add(x, o)
+    x = ops.add(x, o)  # o is read twice: no add in place
+    gate_up = ops.linear(normed, weights["layers.0.gate_up"])
+    gate, up = ops.split(gate_up, [config.intermediate_size] * 2)
+    mlp = ops.linear(ops.silu_mul(up, gate), weights["layers.0.down"])  # the wrong way round: no interleaving
+    y = ops.add(mlp, x)
+    y = ops.add(y, ops.linear(y, weights["layers.1.o"]))  # reads what it would overwrite
+    z = ops.linear(y, weights["layers.1.o"])
+    y = ops.add(z, ops.layer_norm(y, weights["norm"], weights["layers.0.attn_norm"], 1e-5))
+    kept = ops.add(ops.gather_rows(y), ops.gather_rows(x))
+    return ops.linear(kept, weights["head"])
+
+
+def test_what_only_looks_fusible_is_left_alone() -> None:
+    config = tiny_config(head_dim=16, num_heads=4, hidden_size=64)
+    results = [outputs(compile_model(config, fusion=f, build_fn=parallel_residual)) for f in (True, False)]
+    assert results[0] == results[1]
+
+
+def test_live_values_never_share_memory() -> None:
+    config = CONFIGS["qk_norm, gelu, window"]
+    backend = NativeBackend()
+    tensors = random_tensors(config)
+    weights = {h: backend.weight([tensors[n] for n in ns], None) for h, ns in weight_plan(config).items()}
+    ops = RecordingOps(lambda weight: weight.shape)
+    graph = Graph([], [build(ops, config, weights)])
+    graph.nodes = ops.nodes
+    storage = assign_storage(graph, 8, 4)
+    last = {view.value: i for i, node in enumerate(graph.nodes) for view in node.inputs}
+    last.update({view.value: len(graph.nodes) for view in graph.outputs})
+    for i, node in enumerate(graph.nodes):
+        assert storage.sizes[storage.places[node.out]] >= node.out.width * (4 if node.out.gathered else 8)
+        for earlier in graph.nodes[:i]:
+            if last[earlier.out] >= i:
+                assert storage.places[earlier.out] != storage.places[node.out]
+    assert len(storage.sizes) < 8  # 33 values
+
+
+def corrupted(**changes: Any) -> StepArrays:
+    batch = step(([1, 2, 3], [3, 1], 0), ([4], [5], 2))
+    for name, (index, value) in changes.items():
+        array = getattr(batch, name).copy()
+        array[index] = value
+        setattr(batch, name, array)
+    return batch
+
+
+BAD_BATCHES = {
+    "token_ids": corrupted(token_ids=(1, 50)),
+    "token_ids negative": corrupted(token_ids=(0, -1)),
+    "positions": corrupted(positions=(1, -1)),
+    "positions past": corrupted(positions=(3, 3)),
+    "slot_mapping": corrupted(slot_mapping=(2, NUM_BLOCKS * BLOCK_SIZE)),
+    "slot_mapping negative": corrupted(slot_mapping=(2, -1)),
+    "seq_lens": corrupted(seq_lens=(0, 1000)),
+    "seq_lens negative": corrupted(seq_lens=(1, -5)),
+    "block_tables": corrupted(block_tables=((0, 0), NUM_BLOCKS)),
+    "block_tables negative": corrupted(block_tables=((1, 0), -1)),
+    "query_start_loc": corrupted(query_start_loc=(1, 5)),
+    "query_start_loc end": corrupted(query_start_loc=(2, 3)),
+    "query_start_loc start": corrupted(query_start_loc=(0, 1)),
+    "logits_indices": corrupted(logits_indices=(0, 4)),
+}
+
+
+@pytest.mark.parametrize("name", BAD_BATCHES)
+def test_a_batch_out_of_range_is_refused_and_changes_nothing(name: str) -> None:
+    executable = compile_model(CONFIGS["llama"])
+    good = corrupted()
+    expected = executable.run(good).logits.tobytes()
+    with pytest.raises(ValueError, match=name.split()[0]):
+        executable.run(BAD_BATCHES[name])
+    assert executable.run(good).logits.tobytes() == expected
+
+
+def test_sizes_and_types_of_arrays_are_checked() -> None:
+    executable = compile_model(CONFIGS["llama"])
+    good = corrupted()
+    with pytest.raises(ValueError, match=r"65 tokens.*1 to 64"):
+        executable.run(step(([1] * 65, list(range(5)), 0), logits=[0]))
+    with pytest.raises(ValueError, match="positions has 3 entries, expected 4"):
+        executable.run(replace(good, positions=good.positions[:3]))
+    with pytest.raises(ValueError, match="block_tables has 1 entries, expected 2"):
+        executable.run(replace(good, block_tables=good.block_tables[:1]))
+    with pytest.raises(TypeError):
+        executable.run(replace(good, token_ids=good.token_ids.astype(np.int64)))
+    with pytest.raises(TypeError):
+        executable.run(replace(good, token_ids=np.repeat(good.token_ids, 2)[::2]))
+    with pytest.raises(ValueError, match=r"positions\[0\]"):
+        compile_model(CONFIGS["llama"], max_model_len=20).run(step(([1], [0, 1], 20)))
+
+
+def test_a_step_without_logits_still_fills_the_cache() -> None:
+    executable = compile_model(CONFIGS["llama"])
+    whole = executable.run(step(([5, 6, 7, 8], [2], 0), logits=[3])).logits.tobytes()
+    assert executable.run(step(([5, 6, 7], [4], 0), logits=[])).logits.shape == (0, 50)
+    assert executable.run(step(([8], [4], 3))).logits.tobytes() == whole
+
+
+def test_results_are_views_that_outlive_their_executable() -> None:
+    executable = compile_model(CONFIGS["llama"])
+    logits = executable.run(TRAFFIC[0]).logits
+    expected = logits.copy()
+    del executable
+    assert logits.tobytes() == expected.tobytes()
+
+
+def test_options_are_named_when_they_are_wrong() -> None:
+    with pytest.raises(ValueError, match=r"backend must be one of native, torch, got 'cuda'"):
+        make_backend("cuda")
+    with pytest.raises(ValueError, match=r"quantization must be one of wint4, wint8, got 'int3'"):
+        NativeBackend().weight([], "int3")
+    with pytest.raises(ValueError, match=r"hidden must be pre_norm or post_norm, got 'all'"):
+        compile_model(CONFIGS["llama"], hidden="all")
+    with pytest.raises(ValueError, match=r"kv_cache_dtype must be one of f16, bf16, f32, got 'int8'"):
+        compile_model(CONFIGS["llama"], kv_cache_dtype="int8")
+    with pytest.raises(ValueError, match=r"num_threads must be between 1 and 256, got 0"):
+        _native.set_num_threads(0)
+
+
+def test_wint4_keeps_embeddings_in_8_bits_and_leaves_quantised_tensors_alone() -> None:
+    config = CONFIGS["llama"]
+    tensors = random_tensors(config)
+    backend = NativeBackend()
+    kinds = {
+        name: backend.weight([tensors[name]], "wint4").pack()[0].kind
+        for name in ("embed", "head", "layers.0.q")
+    }
+    assert kinds == {"embed": "int8", "head": "int8", "layers.0.q": "int4"}
+    q8 = RawTensor("layers.0.q", (2, 32), "q8_0", np.zeros(2 * 34, np.uint8), "made up")
+    assert backend.weight([q8], "wint4").pack()[0].kind == "int8"
