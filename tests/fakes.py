@@ -267,14 +267,8 @@ def _read(
         (k for stop in params.stop for k in range(len(stop.encode())) if whole.endswith(stop.encode()[:k])), default=0
     )
     shown = whole[: len(whole) - held]
-    while shown and _is_cut(shown):
-        shown = shown[:-1]
-    return False, shown.decode(errors="replace")
-
-
-def _is_cut(text: bytes) -> bool:
-    """Whether the text ends inside a character that may yet be completed."""
-    return text.endswith(b"\xc3")
+    # In this vocabulary only one byte can begin a character that is not complete yet.
+    return False, shown.removesuffix(b"\xc3").decode(errors="replace")
 
 
 # --- Adversaries -------------------------------------------------------------------------------------------------

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 
 from fakes import VOCABULARY, FailingAllocator, HashModel, ReferenceSampler, ScriptedProposer
 from outrider.engine.drafting import Drafting
@@ -14,8 +15,10 @@ from outrider.engine.kv_cache import KVCacheManager
 from outrider.engine.runner import Runner
 from outrider.engine.scheduler import Scheduler
 from outrider.request import FinishReason, RequestOutput
-from strategies import MAX_MODEL_LEN, Arrival, Traffic, traffic
+from strategies import MAX_MODEL_LEN, Arrival, Traffic, small_traffic, traffic
 
+# A failing load says enough as it is, and shrinking one takes minutes.
+NO_SHRINKING = (Phase.explicit, Phase.reuse, Phase.generate)
 MOST_STEPS = 3000  # far more than any traffic here needs
 
 
@@ -32,7 +35,7 @@ def build_engine(load: Traffic, kv_cache: KVCacheManager | None = None) -> Engin
         runner=Runner(HashModel(load.num_blocks, load.block_size)),
         sampler=ReferenceSampler(),
         drafting=Drafting(
-            ScriptedProposer(load.proposer_rng(), load.hit, load.answers, load.misbehave),
+            ScriptedProposer(random.Random(load.seed), load.hit, load.answers, load.misbehave),
             method="script",
             max_draft_tokens=load.max_draft_tokens,
             vocab_size=len(VOCABULARY),
@@ -102,9 +105,8 @@ def check_stream(arrival: Arrival, stream: list[RequestOutput]) -> None:
         assert event.num_output_tokens == end
         assert event.num_prompt_tokens == len(arrival.request.prompt_token_ids)
         assert event.seed == params.seed
-        assert event.logprobs == (expected.logprobs[start:end] if params.logprobs is not None else None) or (
-            not event.token_ids
-        )
+        if event.token_ids:
+            assert event.logprobs == (None if params.logprobs is None else expected.logprobs[start:end])
         if event.finish_reason is not FinishReason.ABORT:
             assert text == expected.texts[end]
     last = stream[-1]
@@ -123,8 +125,8 @@ def check_stream(arrival: Arrival, stream: list[RequestOutput]) -> None:
 def test_every_stream_equals_plain_decoding_alone() -> None:
     events: Counter[str] = Counter()
 
-    @settings(max_examples=250)
-    @given(traffic())
+    @settings(max_examples=250, phases=NO_SHRINKING)
+    @given(traffic)
     def law(load: Traffic) -> None:
         events.update(run_traffic(load))
 
@@ -132,13 +134,13 @@ def test_every_stream_equals_plain_decoding_alone() -> None:
     print(dict(events))
     for name in (
         "preemptions", "prefix hits", "accepted", "rejected", "draft errors",
-        "ended by stop", "ended by length", "ended by abort", "ended by error",
+        "ended by stop", "ended by length", "ended by abort",
     ):  # fmt: skip
-        assert events[name] >= 20 or name == "ended by error", f"{name} hardly happened: {events[name]}"
+        assert events[name] >= 20, f"{name} hardly happened: {events[name]}"
 
 
-@settings(max_examples=15)
-@given(traffic())
+@settings(max_examples=8, phases=NO_SHRINKING)
+@given(small_traffic)
 def test_whichever_allocation_fails_the_streams_are_right_and_all_blocks_come_home(load: Traffic) -> None:
     for fail_at in range(1, 200):
         allocator = FailingAllocator(load.num_blocks, load.block_size, fail_at)
