@@ -23,7 +23,8 @@ _MAX_DIMS = 4
 _STRING, _ARRAY = 8, 9
 # GGUF value types -> numpy type of one value.
 _SCALARS = {
-    0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8",
+    0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8",
+    12: "<f8",
 }  # fmt: skip
 # GGML tensor types -> (format name, values a block, bytes a block). Names in `FORMATS` can be read.
 _TENSOR_TYPES = {
@@ -50,7 +51,7 @@ class GGUFTensor:
 
 
 class GGUFFile:
-    """An open GGUF file: `metadata` (arrays of numbers as numpy arrays, of strings as lists) and `tensors`."""
+    """An open GGUF file: `metadata` (arrays of numbers are numpy arrays, of strings lists) and `tensors`."""
 
     def __init__(self, path: str) -> None:
         self.path = path

@@ -22,18 +22,25 @@ from outrider.models.resolve import DEFAULT_MODEL, resolve_model
 from outrider.models.safetensors import open_directory, read_json
 from outrider.models.tensors import CheckpointError, RawTensor, TensorEntry, TensorMap
 from outrider.models.tokenizer import Tokenizer
-from outrider.models.tokenizer_sources import byte_tokenizer, tokenizer_from_directory, tokenizer_from_gguf
+from outrider.models.tokenizer_gguf import byte_tokenizer, tokenizer_from_gguf
+from outrider.models.tokenizer_json import tokenizer_from_directory
 
 __all__ = [
-    "DEFAULT_MODEL", "Checkpoint", "CheckpointError", "RawTensor", "load_checkpoint", "load_tokenizer", "resolve_model",
-]  # fmt: skip
+    "DEFAULT_MODEL",
+    "Checkpoint",
+    "CheckpointError",
+    "RawTensor",
+    "load_checkpoint",
+    "load_tokenizer",
+    "resolve_model",
+]
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 
 
 @dataclass
 class Checkpoint:
-    """A model that can be built: every tensor of `registry.weight_plan(config)` is there and has its shape."""
+    """A model that can be built: every tensor of `weight_plan(config)` is there and has its shape."""
 
     config: ModelConfig
     tensors: Mapping[str, RawTensor]  # by canonical name; read at each access
@@ -175,8 +182,8 @@ def _entries(
     surplus = sorted(set(found) - set(sources) - ignored)
     if surplus:
         raise CheckpointError(
-            f"{found[surplus[0]][1]}: tensor {surplus[0]!r} has no place in a {config.architecture} model of this "
-            f"config ({len(surplus)} such tensors)"
+            f"{found[surplus[0]][1]}: tensor {surplus[0]!r} has no place in a {config.architecture} model of "
+            f"this config ({len(surplus)} such tensors)"
         )
     return entries
 

@@ -31,8 +31,8 @@ def resolve_model(name: str, *, revision: str | None = None) -> str:
         if path.endswith(".gguf"):
             return path
         raise CheckpointError(f"{name}: is neither a directory nor a .gguf file")
-    looks_local = name.startswith((".", "/", "~")) or name.count("/") != 1 and not name.count("/") > 1
-    if looks_local or not _HUB_ID.fullmatch(name):
+    is_missing_file = name.endswith(".gguf") and name.count("/") < 2
+    if is_missing_file or not _HUB_ID.fullmatch(name):
         raise CheckpointError(
             f"{name}: there is no such directory or file, and it is not a built-in name "
             f"({', '.join(_BUILT_IN)}) or a hub id (owner/name)"
@@ -77,6 +77,6 @@ def _from_hub(name: str, revision: str | None) -> str:
     except Exception as error:  # the client raises many kinds: no network, not found, no access, offline
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise CheckpointError(
-            f"{name}: there is no such path here, and the hub did not give it: {reason}. Check the name and the "
-            "network, or download it elsewhere and give its directory"
+            f"{name}: there is no such path here, and the hub did not give it: {reason}. Check the name and "
+            "the network, or download it elsewhere and give its directory"
         ) from error

@@ -62,7 +62,7 @@ class Tokenizer:
         self.bos_token_id: int | None = None
 
     def attach(self, vocab_size: int, eos_token_ids: Sequence[int], bos_token_id: int | None) -> None:
-        """Take the model's word: it may have more ids than the tokenizer has pieces (they decode to nothing)."""
+        """Take the model's word: it may have more ids than there are pieces (they decode to nothing)."""
         self.vocab_size = max(vocab_size, len(self._vocabulary.pieces))
         self.eos_token_ids = tuple(eos_token_ids)
         self.bos_token_id = bos_token_id
