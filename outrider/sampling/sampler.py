@@ -102,5 +102,7 @@ def _row_logprobs(
     for r, (token, state) in enumerate(zip(tokens, sampling.row_state.tolist(), strict=True)):
         top = slice(starts[r], starts[r + 1])
         is_wanted = token >= 0 and asked[state]
-        rows.append(TokenLogprobs(chosen[r], ranks[r], top_ids[top], top_logprobs[top]) if is_wanted else None)
+        rows.append(
+            TokenLogprobs(chosen[r], ranks[r], top_ids[top], top_logprobs[top]) if is_wanted else None
+        )
     return rows

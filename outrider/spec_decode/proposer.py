@@ -60,6 +60,12 @@ class Drafts:
             path.append(node)
         return path[::-1]
 
+    def first(self, num: int) -> Drafts:
+        """The tree of the first `num` nodes; of a chain, its beginning."""
+        if num >= len(self.token_ids):
+            return self
+        return Drafts(self.token_ids[:num], self.parents[:num], self.survival[:num], self.source[:num])
+
     def select(self, nodes: Sequence[int]) -> Drafts:
         """The tree of `nodes` alone: ascending, and with each node its parent."""
         if len(nodes) == len(self.token_ids):
@@ -181,6 +187,7 @@ def make_proposer(config: SpeculativeConfig) -> Proposer:
             min_n=config.prompt_lookup_min,
             max_draft_tokens=config.num_speculative_tokens
             or (MOST_DRAFT_TOKENS if config.adaptive else FIXED_DRAFT_TOKENS),
+            min_survival=0.01 if config.adaptive else 0.0,
         )
     raise ConfigError(
         f"speculation method must be one of {', '.join(OFFERED_METHODS)} in this version, got "
