@@ -72,10 +72,12 @@ class Scheduler:
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        max_num_logits: int | None = None,
         enable_chunked_prefill: bool = True,
         max_prompt_tokens_beside_decode: int = 512,
     ) -> None:
-        """`max_prompt_tokens_beside_decode` bounds how long a step may keep generating requests waiting."""
+        """`max_num_logits` bounds a step's rows of logits (None: by the tokens alone);
+        `max_prompt_tokens_beside_decode` how long a step may keep generating requests waiting."""
         if max_num_batched_tokens < max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens must be at least max_num_seqs ({max_num_seqs}), got {max_num_batched_tokens}"
@@ -83,6 +85,9 @@ class Scheduler:
         self.kv_cache = kv_cache
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_num_logits = max_num_logits if max_num_logits is not None else max_num_batched_tokens
+        if self.max_num_logits < max_num_seqs:
+            raise ValueError(f"max_num_logits must be at least max_num_seqs ({max_num_seqs}), got {max_num_logits}")
         self.enable_chunked_prefill = enable_chunked_prefill
         self.max_prompt_tokens_beside_decode = max_prompt_tokens_beside_decode
         self.running: list[Request] = []  # by rank
@@ -245,12 +250,13 @@ def _row(request: Request, num_tokens: int) -> PlanRow:
 class _Budget:
     """The tokens of one step. Generating requests have a token each set aside; prompts share the rest."""
 
-    __slots__ = ("_chunks", "_left", "_prompt_left", "_reserved")
+    __slots__ = ("_chunks", "_drafts_left", "_left", "_prompt_left", "_reserved")
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._left = scheduler.max_num_batched_tokens
         self._reserved = sum(request.is_caught_up for request in scheduler.running)
         self._chunks = scheduler.enable_chunked_prefill
+        self._drafts_left = scheduler.max_num_logits - scheduler.max_num_seqs
         self._prompt_left = self._left
         if self._reserved and self._chunks:
             self._prompt_left = scheduler.max_prompt_tokens_beside_decode
@@ -263,7 +269,7 @@ class _Budget:
     def share(self, num_wanted: int, is_generating: bool) -> int:
         """How many of the tokens it wants a request may have."""
         if is_generating:
-            return min(num_wanted, self._left - self._reserved + 1)
+            return min(num_wanted, self._left - self._reserved + 1, self._drafts_left + 1)
         num_free = min(self._left - self._reserved, self._prompt_left)
         if num_wanted > num_free and not self._chunks:
             return 0
@@ -273,5 +279,6 @@ class _Budget:
         self._left -= num_tokens
         if is_generating:
             self._reserved -= 1
+            self._drafts_left -= num_tokens - 1
         else:
             self._prompt_left -= num_tokens

@@ -1,0 +1,146 @@
+"""From a configuration to an engine: the only place that knows all the parts."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from outrider.backends import make_backend
+from outrider.config import EngineConfig, SpeculativeConfig
+from outrider.engine.drafting import Drafting
+from outrider.engine.engine import Engine
+from outrider.engine.kv_cache import KVCacheManager
+from outrider.engine.machine import available_memory, physical_cores
+from outrider.engine.memory import MemoryPlan, plan_memory
+from outrider.engine.output import Vocabulary
+from outrider.engine.runner import Runner
+from outrider.engine.scheduler import Scheduler
+from outrider.models.config import ModelConfig
+from outrider.models.loader import Checkpoint, load_checkpoint
+from outrider.models.registry import build_function, weight_plan
+from outrider.sampling.sampler import Sampler
+from outrider.spec_decode.proposer import MOST_DRAFT_TOKENS, make_proposer
+
+logger = logging.getLogger(__name__)
+
+_CACHE_TYPES = {"auto": ("f16", 2), "float16": ("f16", 2), "bfloat16": ("bf16", 2), "float32": ("f32", 4)}
+_LOGITS_ROWS = 256  # in a step, unless more requests than that run
+_OUTER = ("embed", "head")
+
+
+def load(config: EngineConfig) -> Checkpoint:
+    """The checkpoint that `config` names, tokenizer included."""
+    return load_checkpoint(
+        config.model,
+        load_format=config.load_format,
+        revision=config.revision,
+        tokenizer=config.tokenizer,
+        seed=config.seed,
+    )
+
+
+def build_engine(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Engine:
+    """An engine that is ready for requests; a sentence for the user in the exception when there can be none."""
+    checkpoint = checkpoint or load(config)
+    model = checkpoint.config
+    max_num_logits = min(max(config.max_num_seqs, _LOGITS_ROWS), config.max_num_batched_tokens)
+    plan = _plan_memory(config, checkpoint, max_num_logits)
+    logger.info("%s", plan.describe())
+    executable = _compile(config, checkpoint, plan, max_num_logits)
+    scheduler = Scheduler(
+        KVCacheManager(plan.num_blocks, plan.block_size, config.enable_prefix_caching),
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_logits=max_num_logits,
+        enable_chunked_prefill=config.enable_chunked_prefill,
+    )
+    return Engine(
+        scheduler=scheduler,
+        runner=Runner(executable),
+        sampler=Sampler(),
+        drafting=_drafting(config.speculative_config, model.vocab_size),
+        vocabulary=vocabulary_of(checkpoint),
+        max_model_len=plan.max_model_len,
+        seed=config.seed,
+        accept_policy=config.speculative_config.accept_policy,
+    )
+
+
+def vocabulary_of(checkpoint: Checkpoint) -> Vocabulary:
+    """What the engine needs of a checkpoint's tokenizer."""
+    tokenizer = checkpoint.tokenizer
+    eos_ids = frozenset(tokenizer.eos_token_ids) | frozenset(checkpoint.config.eos_token_ids)
+    return Vocabulary(tokenizer.token_bytes(), tokenizer.special_ids, eos_ids)
+
+
+def _plan_memory(config: EngineConfig, checkpoint: Checkpoint, max_num_logits: int) -> MemoryPlan:
+    model = checkpoint.config
+    _, cache_bytes = _CACHE_TYPES[config.kv_cache_dtype]
+    widest = 4 * model.hidden_size + 3 * model.intermediate_size
+    widest += 2 * (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    plan = plan_memory(
+        available=available_memory(),
+        utilization=config.memory_utilization,
+        weights=_size_on_disk(checkpoint.path),
+        activations=4 * widest * config.max_num_batched_tokens,
+        logits=4 * model.vocab_size * max_num_logits,
+        bytes_per_block=2 * cache_bytes * model.num_layers * model.num_kv_heads * model.head_dim * config.block_size,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        model_context=model.max_position_embeddings,
+        max_model_len=config.max_model_len,
+        num_kv_blocks=config.num_kv_blocks,
+    )
+    if not config.enable_chunked_prefill and plan.max_model_len > config.max_num_batched_tokens:
+        raise ValueError(
+            f"without chunked prefill a prompt must fit into one step: the context is {plan.max_model_len} tokens, "
+            f"max_num_batched_tokens {config.max_num_batched_tokens}; raise --max-num-batched-tokens, lower "
+            "--max-model-len or leave chunked prefill on"
+        )
+    return plan
+
+
+def _compile(config: EngineConfig, checkpoint: Checkpoint, plan: MemoryPlan, max_num_logits: int) -> Any:
+    model = checkpoint.config
+    name = "native" if config.backend == "auto" else config.backend
+    backend = make_backend(name, num_threads=config.num_threads or physical_cores())
+    weights = {
+        handle: backend.weight([checkpoint.tensors[name] for name in names], _quantization_of(handle, config))
+        for handle, names in weight_plan(model).items()
+    }
+    return backend.compile(
+        build_function(model),
+        model,
+        weights,
+        max_rows=config.max_num_batched_tokens,
+        max_logits_rows=max_num_logits,
+        num_blocks=plan.num_blocks,
+        block_size=plan.block_size,
+        kv_cache_dtype=_CACHE_TYPES[config.kv_cache_dtype][0],
+        max_model_len=plan.max_model_len,
+    )
+
+
+def _quantization_of(handle: str, config: EngineConfig) -> str | None:
+    chosen = config.quantization
+    if isinstance(chosen, dict):
+        chosen = chosen.get("lm_head" if handle in _OUTER else "dense")
+    return None if chosen in (None, "none") else chosen
+
+
+def _drafting(config: SpeculativeConfig, vocab_size: int) -> Drafting:
+    return Drafting(
+        make_proposer(config),
+        method="ngram" if config.method == "auto" else config.method,
+        max_draft_tokens=config.num_speculative_tokens or MOST_DRAFT_TOKENS,
+        vocab_size=vocab_size,
+    )
+
+
+def _size_on_disk(path: str) -> int:
+    """Bytes of a checkpoint's weight files."""
+    if os.path.isfile(path):
+        return os.path.getsize(path)
+    return sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
