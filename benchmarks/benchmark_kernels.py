@@ -206,42 +206,52 @@ def blocks_needed(args: argparse.Namespace) -> int:
     return max(most)
 
 
+def measure_rows(model: Model, args: argparse.Namespace) -> dict[tuple[str, int], dict[int, list[float]]]:
+    """(shape, context) -> rows -> seconds of each repetition."""
+    measured = {}
+    for shape in args.shapes:
+        for context in args.contexts:
+            steps = {rows: row_step(shape, rows, context, model.vocab_size) for rows in args.rows}
+            measured[shape, context] = interleaved(steps, model.executable, args.repetitions)
+    return measured
+
+
 def run(args: argparse.Namespace) -> dict[str, Any]:
     quiet = wait_until_quiet(limit_s=args.quiet)
     model = load_model(args, max(args.prefill, *args.rows), blocks_needed(args))
     fill_cache(model.executable)
-    result: dict[str, Any] = {
-        "model": args.model,
-        "machine": describe_machine(),
-        "quiet_at_start": quiet,
-        "load_s": model.load_s,
-        "weight_bytes": model.weight_bytes,
-        "macs_per_row": model.macs_per_row,
-        "steps": [],
-    }
     with watch_others() as others:
         ceilings = measure_ceilings()
-        measured = []
-        for shape in args.shapes:
-            for context in args.contexts:
-                steps = {rows: row_step(shape, rows, context, model.vocab_size) for rows in args.rows}
-                measured.append((shape, context, interleaved(steps, model.executable, args.repetitions)))
+        measured = measure_rows(model, args)
         prefill = make_step(1, args.prefill, 0, model.vocab_size, all_logits=False)
         prefill_s = interleaved({0: prefill}, model.executable, args.prefill_repetitions)[0]
         # The machine may have been disturbed during one of the two: the better one is the ceiling.
         again = measure_ceilings()
-    result["ceilings"] = {key: max(ceilings[key], again[key]) for key in ceilings}
-    result["others_cores"] = others.cores
-    for shape, context, seconds in measured:
-        figures = row_figures(model, result["ceilings"], seconds)
-        result["steps"].append({"shape": shape, "context": context, "rows": figures})
-    rate = args.prefill / statistics.median(prefill_s)
-    result["prefill"] = {"tokens": args.prefill, **summary_of(prefill_s), "tokens_s": rate}
-    result["profiles"] = [
-        {"rows": rows, "ms": profile(model, row_step("verify", rows, args.contexts[0], model.vocab_size), 5)}
-        for rows in args.profile
-    ]
-    return result
+    ceilings = {key: max(ceilings[key], again[key]) for key in ceilings}
+    first_context = args.contexts[0]
+    return {
+        "model": args.model,
+        "machine": describe_machine(),
+        "quiet_at_start": quiet,
+        "others_cores": others.cores,
+        "load_s": model.load_s,
+        "weight_bytes": model.weight_bytes,
+        "macs_per_row": model.macs_per_row,
+        "ceilings": ceilings,
+        "steps": [
+            {"shape": shape, "context": context, "rows": row_figures(model, ceilings, seconds)}
+            for (shape, context), seconds in measured.items()
+        ],
+        "prefill": {
+            "tokens": args.prefill,
+            **summary_of(prefill_s),
+            "tokens_s": args.prefill / statistics.median(prefill_s),
+        },
+        "profiles": [
+            {"rows": rows, "ms": profile(model, row_step("verify", rows, first_context, model.vocab_size), 5)}
+            for rows in args.profile
+        ],
+    }
 
 
 COLUMNS = (
@@ -261,7 +271,7 @@ def show(result: Mapping[str, Any]) -> None:
     ceilings = result["ceilings"]
     print(
         f"{result['model']}: {result['weight_bytes'] / 1e6:.1f} MB of matrices, "
-        f"{result['macs_per_row'] / 1e6:.1f} M multiply-accumulates a row, loaded in {result['load_s']:.2f} s\n"
+        f"{result['macs_per_row'] / 1e6:.1f} M MACs a row, loaded in {result['load_s']:.2f} s\n"
         f"{ceilings['isa']}, {ceilings['threads']} threads; ceilings measured here: "
         f"{ceilings['read_gb_s']:.1f} GB/s read, {ceilings['multiply_gmac_s_core']:.0f} GMAC/s a core\n"
         f"other processes used {result['others_cores']:.2f} cores meanwhile"
@@ -272,8 +282,8 @@ def show(result: Mapping[str, Any]) -> None:
         print(f"\n{block['shape']}, {block['context']} tokens of context\n{table}")
     prefill = result["prefill"]
     print(
-        f"\nprefill of {prefill['tokens']} tokens: {prefill['median_ms']:.0f} ms (min {prefill['min_ms']:.0f}), "
-        f"{prefill['tokens_s']:.0f} tokens/s"
+        f"\nprefill of {prefill['tokens']} tokens: {prefill['median_ms']:.0f} ms "
+        f"(min {prefill['min_ms']:.0f}), {prefill['tokens_s']:.0f} tokens/s"
     )
     for one in result["profiles"]:
         total = sum(one["ms"].values())
