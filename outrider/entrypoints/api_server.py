@@ -60,7 +60,8 @@ def serve(
     `make_engine(config, on_death)` and `load_tokenizer(config)` are the seams that tests replace.
     """
     logging.basicConfig(
-        level=configuration.server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        level=configuration.server.log_level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         stream=sys.stderr,
     )  # fmt: skip
     for warning in configuration.warnings:
@@ -112,7 +113,6 @@ class _Life:
         self._stop_now = asyncio.Event()
         self._dead = asyncio.Event()
         self._state: ServerState | None = None
-        self._death_reason = ""
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -129,6 +129,7 @@ class _Life:
                 return await self._wind_down(state)
         finally:
             starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
             await engine.shutdown()
 
     async def _until(self, work: asyncio.Future[Any]) -> None:
@@ -145,17 +146,8 @@ class _Life:
     @contextlib.asynccontextmanager
     async def _http(self) -> AsyncIterator[ServerState]:
         """HTTP from here to the end of the block; without an engine it answers 503."""
-        import uvicorn
-
-        from outrider.entrypoints.app import ServerState, create_app
-        from outrider.entrypoints.generation import Gate
-
-        gate = Gate(self.configuration.server, self.configuration.engine.max_num_seqs)
-        state = ServerState(self.configuration, gate, fingerprint=_fingerprint(self.configuration))
-        server = _quiet_server(uvicorn.Config(
-            create_app(state), http="httptools", ws="none", lifespan="off", log_config=None, access_log=False,
-            server_header=False, timeout_keep_alive=60, timeout_graceful_shutdown=5,
-        ))  # fmt: skip
+        # In a thread, so that this loop goes on talking to the engine process.
+        state, server = await asyncio.to_thread(_make_server, self.configuration)
         serving = asyncio.ensure_future(server.serve(sockets=[self.sock]))
         try:
             yield state
@@ -188,10 +180,9 @@ class _Life:
 
         gate = state.gate
         if self._dead.is_set():
-            # Requests learn of it from the engine client at once; this is for what is left.
-            await gate.wait_idle(LINGER_S / 2)
-            await self._until(asyncio.ensure_future(asyncio.sleep(LINGER_S / 2)))
-            await asyncio.sleep(LINGER_S / 2)
+            # Requests have heard of it from the engine client; clients and probes get time to see why.
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._asked_to_stop.wait(), LINGER_S)
             return 1
         gate.is_draining = True
         limit = self.configuration.server.shutdown_timeout
@@ -216,22 +207,30 @@ class _Life:
 
     def _on_death(self, reason: str) -> None:
         logger.error("the engine has stopped: %s", reason)
-        self._death_reason = reason
         if self._state is not None:
             self._state.failure = reason
         self._dead.set()
 
 
-def _quiet_server(config: uvicorn.Config) -> uvicorn.Server:
-    """A uvicorn server that leaves signals to us."""
+def _make_server(configuration: Configuration) -> tuple[ServerState, uvicorn.Server]:
+    """The application and the HTTP server over it, which leaves signals to us."""
     import uvicorn
+
+    from outrider.entrypoints.app import ServerState, create_app
+    from outrider.entrypoints.generation import Gate
 
     class Server(uvicorn.Server):
         @contextlib.contextmanager
         def capture_signals(self) -> Any:
             yield
 
-    return Server(config)
+    gate = Gate(configuration.server, configuration.engine.max_num_seqs)
+    state = ServerState(configuration, gate, fingerprint=_fingerprint(configuration))
+    config = uvicorn.Config(
+        create_app(state), http="httptools", ws="none", lifespan="off", log_config=None, access_log=False,
+        server_header=False, timeout_keep_alive=60, timeout_graceful_shutdown=5,
+    )  # fmt: skip
+    return state, Server(config)
 
 
 def _fingerprint(configuration: Configuration) -> str:

@@ -174,6 +174,10 @@ class Generation:
             if hasattr(self._task, "uncancel"):
                 self._task.uncancel()  # type: ignore[union-attr]
             raise self._interruption from None
+        except Exception as error:
+            if self._engine.is_alive or isinstance(error, ApiError):
+                raise
+            raise ApiError(503, str(error), code="engine_dead") from None
         finally:
             self._task = None
             for timer in timers:
@@ -214,7 +218,15 @@ class Generation:
         if output.finish_reason is not None:
             self._unfinished.discard(output.request_id)
             if output.finish_reason is FinishReason.ERROR:
-                raise ApiError(500, output.error or "the engine could not go on", code="engine_error")
+                raise self._failure(output)
+
+    def _failure(self, output: RequestOutput) -> ApiError:
+        message = output.error or "the engine could not go on with this request"
+        if not self._engine.is_alive:
+            return ApiError(503, message, code="engine_dead")
+        if output.num_prompt_tokens == 0:  # refused before it began
+            return ApiError(400, message, code="refused")
+        return ApiError(500, message, code="engine_error")
 
     async def _watch(self, receive: Receive) -> None:
         """Interrupt the request when its client leaves."""

@@ -209,6 +209,8 @@ class Preparer:
                 f"n is too large: {len(prompts)} prompt(s) x n={n} are {n * len(prompts)} sequences, at most "
                 f"{self.limits.max_n} are allowed", "n",
             )  # fmt: skip
+        if request.prompt_token_ids is not None:
+            param = "prompt_token_ids"
         for prompt in prompts:
             if not prompt:
                 raise bad_request("the prompt is empty: it has no tokens", param)

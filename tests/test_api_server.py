@@ -1,0 +1,393 @@
+"""The HTTP edge, with the real `openai` client over a live server whose engine is a fake."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from fake_engine import MAX_MODEL_LEN, TEXT, VOCAB_SIZE, FakeEngineClient, FakeTokenizer
+from live_fake import CHAT, HELLO, HTTP, error_of, post, running
+
+from outrider.config import load
+from outrider.entrypoints.app import ServerState, create_app
+from outrider.entrypoints.generation import Gate
+from outrider.entrypoints.prepare import Limits, Preparer
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with running() as (address, _):
+        yield address
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0)
+
+
+def num_running(url: str) -> int:
+    text = HTTP.get(url + "/metrics").text
+    return int(float(re.search(r"^outrider:num_requests_running (\S+)$", text, re.M)[1]))  # type: ignore[index]
+
+
+def wait_for_none_running(url: str) -> None:
+    end = time.monotonic() + 5
+    while num_running(url):
+        assert time.monotonic() < end, "requests are still in the engine"
+        time.sleep(0.01)
+
+
+# --- answers -------------------------------------------------------------------------------------
+
+
+def test_a_chat_completion_has_the_shape_openai_documents(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="smollm2-135m", messages=HELLO, temperature=0, max_tokens=19
+    )
+    assert answer.choices[0].message.content == TEXT[:19].decode()
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.object == "chat.completion" and answer.id.startswith("chatcmpl-")
+    assert answer.usage is not None and answer.usage.completion_tokens == 19
+    assert answer.usage.prompt_tokens == len("user: Hello\n") == answer.usage.total_tokens - 19
+    assert answer.usage.prompt_tokens_details and answer.usage.completion_tokens_details
+    assert answer.system_fingerprint and answer.system_fingerprint.startswith("outrider-")
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_stream_joins_to_the_answer_that_is_not_streamed(client: openai.OpenAI, n: int) -> None:
+    request: Any = {"model": "smollm2-135m", "messages": HELLO, "max_tokens": 60, "seed": 5, "n": n}
+    whole = client.chat.completions.create(**request)
+    texts = [""] * n
+    finishes: list[Any] = [None] * n
+    chunks = list(
+        client.chat.completions.create(**request, stream=True, stream_options={"include_usage": True})
+    )
+    for chunk in chunks[:-1]:
+        for choice in chunk.choices:
+            assert (choice.delta.role == "assistant") == (texts[choice.index] == "")
+            texts[choice.index] += choice.delta.content or ""
+            finishes[choice.index] = choice.finish_reason or finishes[choice.index]
+    assert texts == [choice.message.content for choice in whole.choices]
+    assert finishes == [choice.finish_reason for choice in whole.choices]
+    assert not chunks[-1].choices and chunks[-1].usage == whole.usage
+    assert len(set(texts)) == n
+
+
+def test_a_stream_never_splits_a_character(client: openai.OpenAI) -> None:
+    stream = client.completions.create(
+        model="smollm2-135m", prompt="x", temperature=0, max_tokens=120, stream=True
+    )
+    pieces = [chunk.choices[0].text for chunk in stream]
+    assert all("�" not in piece for piece in pieces[:-1])
+    assert "".join(pieces).encode()[: len(TEXT)] == TEXT
+
+
+def test_a_seed_repeats_an_answer_and_a_request_without_one_reports_its_own(client: openai.OpenAI) -> None:
+    def ask(**more: Any) -> tuple[str, int]:
+        answer = client.completions.create(model="smollm2-135m", prompt="x", max_tokens=30, **more)
+        return answer.choices[0].text, answer.model_extra["seed"]  # type: ignore[index]
+
+    text, seed = ask()
+    assert ask(seed=seed) == (text, seed)
+    other, other_seed = ask()
+    assert other_seed != seed and other != text
+    assert ask(seed=-3) == ask(seed=-3)
+
+
+def test_choices_of_one_request_have_seeds_of_their_own(client: openai.OpenAI) -> None:
+    two = client.completions.create(model="smollm2-135m", prompt=["a", "b"], max_tokens=30, seed=1, n=2)
+    texts = [choice.text for choice in two.choices]
+    assert len(set(texts)) == 4 and [choice.index for choice in two.choices] == [0, 1, 2, 3]
+    alone = client.completions.create(model="smollm2-135m", prompt="b", max_tokens=30, seed=1)
+    assert alone.choices[0].text == texts[2]
+
+
+def test_stop_strings_end_the_answer_before_them(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="smollm2-135m", messages=HELLO, temperature=0, stop=["fox", "lazy"], max_tokens=200
+    )
+    assert answer.choices[0].message.content == "The quick brown "
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.choices[0].model_extra["stop_reason"] == "fox"  # type: ignore[index]
+
+
+def test_logprobs_come_in_the_shape_of_each_api(client: openai.OpenAI) -> None:
+    chat = client.chat.completions.create(
+        model="smollm2-135m", messages=HELLO, temperature=0, max_tokens=22, logprobs=True, top_logprobs=2
+    )
+    content = chat.choices[0].logprobs.content  # type: ignore[union-attr]
+    assert content is not None and [bytes(entry.bytes or []) for entry in content] == [
+        bytes([b]) for b in TEXT[:22]
+    ]
+    assert all(len(entry.top_logprobs) == 2 for entry in content)
+    text = client.completions.create(
+        model="smollm2-135m", prompt="x", temperature=0, max_tokens=22, logprobs=3
+    )
+    logprobs = text.choices[0].logprobs
+    assert logprobs is not None and logprobs.tokens[:3] == ["T", "h", "e"]  # type: ignore[index]
+    assert logprobs.text_offset == [*range(21), 20]  # type: ignore[comparison-overlap]
+    assert logprobs.top_logprobs[0] == {"T": -0.5, "a": -1.5, "bytes:\\xc3": -2.5}  # type: ignore[index]
+    streamed = client.chat.completions.create(
+        model="smollm2-135m",
+        messages=HELLO,
+        temperature=0,
+        max_tokens=22,
+        logprobs=True,
+        top_logprobs=2,
+        stream=True,
+    )
+    joined = [e for chunk in streamed for e in (chunk.choices[0].logprobs.content or [])]  # type: ignore[union-attr]
+    assert joined == content
+
+
+def test_completions_take_text_ids_and_lists_of_both(client: openai.OpenAI) -> None:
+    def ask(prompt: Any) -> list[str]:
+        answer = client.completions.create(model="smollm2-135m", prompt=prompt, max_tokens=8, seed=1)
+        return [choice.text for choice in answer.choices]
+
+    assert ask("ab") == ask([97, 98]) == ask(["ab"]) == ask([[97, 98]])
+    assert ask(["ab", "c"]) == ask([[97, 98], [99]]) == ask("ab") + ask("c")
+
+
+def test_echo_repeats_the_prompt(client: openai.OpenAI) -> None:
+    request: Any = {"model": "smollm2-135m", "prompt": "2+2", "temperature": 0, "max_tokens": 3, "echo": True}
+    assert client.completions.create(**request).choices[0].text == "2+2The"
+    assert "".join(c.choices[0].text for c in client.completions.create(**request, stream=True)) == "2+2The"
+
+
+def test_speculation_is_reported_when_asked_for(url: str) -> None:
+    body = {"messages": HELLO, "max_tokens": 12, "temperature": 0}
+    assert "speculation" not in post(url, CHAT, body).json()
+    answer = post(url, CHAT, body | {"return_speculation": "detailed", "return_token_ids": True}).json()
+    assert answer["speculation"]["by_source"] == {
+        "ngram": {k: answer["speculation"][k] for k in ("draft_tokens", "accepted_tokens")}
+    }
+    assert len(answer["choices"][0]["token_sources"]) == 12
+    assert answer["choices"][0]["token_ids"] == list(TEXT[:12])
+    assert bytes(answer["choices"][0]["prompt_token_ids"]) == b"user: Hello\n"
+    header = HTTP.post(url + CHAT, json=body | {"stream": True}, headers={"X-Outrider-Speculation": "1"})
+    events = [json.loads(line[6:]) for line in header.text.split("\n\n") if line.startswith("data: {")]
+    assert events[-1]["speculation"] == answer["speculation"] and "speculation" not in events[0]
+
+
+def test_fields_that_ask_for_nothing_are_no_error(url: str) -> None:
+    neutral = {
+        "tools": None,
+        "tool_choice": "none",
+        "response_format": {"type": "text"},
+        "store": False,
+        "n": None,
+    }
+    assert post(url, CHAT, {"messages": HELLO, "max_tokens": 3, **neutral}).status_code == 200
+
+
+def test_text_parts_and_all_roles_reach_the_template(url: str) -> None:
+    messages = [
+        {"role": "system", "content": "S"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": None},
+        {"role": "tool", "content": "T", "tool_call_id": "1"},
+    ]
+    reply = post(url, "/tokenize", {"messages": messages, "return_token_strs": True}).json()
+    assert "".join(reply["token_strs"]) == "system: S\nuser: ab\nassistant: \ntool: T\n"
+    assert reply["count"] == len(reply["tokens"]) and reply["max_model_len"] == MAX_MODEL_LEN
+
+
+def test_tokenize_and_detokenize_are_inverse(url: str) -> None:
+    ids = post(url, "/tokenize", {"prompt": "Grüße"}).json()["tokens"]
+    assert post(url, "/detokenize", {"tokens": ids}).json() == {"prompt": "Grüße"}
+
+
+def test_the_model_is_listed_and_pages_are_there(client: openai.OpenAI, url: str) -> None:
+    assert [model.id for model in client.models.list()] == ["smollm2-135m"]
+    assert client.models.retrieve("smollm2-135m").model_extra["max_model_len"] == MAX_MODEL_LEN  # type: ignore[index]
+    for path in (
+        "/",
+        "/docs",
+        "/openapi.json",
+        "/health",
+        "/ping",
+        "/version",
+        "/metrics",
+        "/v1/speculation",
+    ):
+        assert HTTP.get(url + path).status_code == 200, path
+    schemas = HTTP.get(url + "/openapi.json").json()["components"]["schemas"]
+    assert "logit_bias" in schemas["ChatCompletionRequest"]["properties"]
+
+
+def test_metrics_speak_prometheus(url: str) -> None:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    families = {
+        family.name: family for family in text_string_to_metric_families(HTTP.get(url + "/metrics").text)
+    }
+    assert all(name.startswith("outrider:") for name in families)
+    step = {s.labels.get("le"): s.value for s in families["outrider:step_duration_seconds"].samples}
+    assert (step["0.1"], step["1.0"], step["+Inf"]) == (3, 5, 6)
+    success = families["outrider:request_success"].samples
+    assert {s.labels["finished_reason"]: s.value for s in success} == {"stop": 2, "length": 0}
+
+
+# --- many clients, leaving clients ------------------------------------------------------------------
+
+
+def test_fifty_clients_at_once_each_get_their_own_answer(url: str) -> None:
+    async def one(client: openai.AsyncOpenAI, i: int) -> str:
+        stream = await client.completions.create(
+            model="smollm2-135m", prompt=f"prompt {i}", max_tokens=40, seed=i, stream=True
+        )
+        return "".join([chunk.choices[0].text async for chunk in stream])
+
+    async def everyone() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=url + "/v1", api_key="none", max_retries=0) as client:
+            together = await asyncio.gather(*(one(client, i) for i in range(50)))
+            assert [await one(client, i) for i in range(0, 50, 10)] == together[::10]
+        return together
+
+    assert len(set(asyncio.run(everyone()))) == 50
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_client_that_leaves_a_stream_frees_its_request(url: str, client: openai.OpenAI, n: int) -> None:
+    stream = client.completions.create(model="smollm2-135m", prompt="slow", n=n, stream=True)
+    next(iter(stream))
+    assert num_running(url) == n
+    stream.close()
+    wait_for_none_running(url)
+
+
+def test_a_client_that_leaves_without_a_stream_frees_its_request(url: str) -> None:
+    with pytest.raises(httpx.ReadTimeout):
+        HTTP.post(url + CHAT, json={"messages": [{"role": "user", "content": "slow"}]}, timeout=0.3)
+    wait_for_none_running(url)
+
+
+def test_requests_can_be_aborted_by_id(url: str, client: openai.OpenAI) -> None:
+    stream = client.completions.create(model="smollm2-135m", prompt="slow", stream=True)
+    chunks = iter(stream)
+    first = next(chunks)
+    assert post(url, "/v1/abort_requests", {"request_ids": [first.id, "cmpl-0"]}).json() == {
+        "aborted": [first.id]
+    }
+    assert [chunk.choices[0].finish_reason for chunk in chunks][-1] == "abort"
+    error_of(post(url, "/v1/abort_requests", {}), 400)
+    wait_for_none_running(url)
+
+
+# --- limits, keys, ends --------------------------------------------------------------------------
+
+
+def test_limits_and_keys_hold() -> None:
+    flags = ("api_key=secret", "max_concurrency=2", "max_num_seqs=1", "max_num_batched_tokens=64",
+             "max_queue_size=2", "request_timeout=0.6", "max_waiting_time=5")  # fmt: skip
+    with running(*flags) as (url, _):
+        error_of(post(url, CHAT, {"messages": HELLO}), 401)
+        error_of(HTTP.get(url + "/v1/models", headers={"authorization": "Bearer wrong"}), 401)
+        keyed = httpx.Client(headers={"authorization": "Bearer secret"}, base_url=url)
+        assert keyed.get("/v1/models").status_code == 200
+        full = keyed.post("/v1/completions", json={"prompt": "x", "n": 4})
+        assert error_of(full, 429)["code"] == "queue_full" and full.headers["retry-after"]
+        late = keyed.post("/v1/completions", json={"prompt": "slow"})
+        assert error_of(late, 408)["code"] == "request_timeout"
+        with keyed.stream("POST", "/v1/completions", json={"prompt": "slow", "stream": True}) as cut:
+            events = [line for line in cut.iter_lines() if line]
+        assert json.loads(events[-2][6:])["error"]["type"] == "timeout_error" and events[-1] == "data: [DONE]"
+        wait_for_none_running(url)
+
+        async def crowd() -> list[int]:
+            async with httpx.AsyncClient(headers=keyed.headers, base_url=url) as client:
+                asks = [
+                    client.post("/v1/completions", json={"prompt": "slow", "max_tokens": 3}) for _ in range(5)
+                ]
+                return [reply.status_code for reply in await asyncio.gather(*asks)]
+
+        assert sorted(asyncio.run(crowd())) == [200, 200, 429, 429, 429]
+        failures = HTTP.get(url + "/metrics").text
+        assert 'outrider:request_failure_total{reason="max_concurrency"} 3.0' in failures
+        assert 'outrider:request_failure_total{reason="request_timeout"} 2.0' in failures
+
+
+def test_waiting_too_long_for_the_first_token_is_a_503() -> None:
+    async def ask() -> None:
+        configuration = load({"max_waiting_time": 0.05})
+        engine = FakeEngineClient(configuration.engine, lambda reason: None)
+        state = ServerState(configuration, Gate(configuration.server, 4), engine)
+        state.preparer = Preparer(FakeTokenizer(), Limits("fake", MAX_MODEL_LEN, VOCAB_SIZE, 4, 4), 0)
+        transport = httpx.ASGITransport(create_app(state))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            reply = await client.post("/v1/completions", json={"prompt": "slow"})
+            assert error_of(reply, 503)["code"] == "max_waiting_time" and reply.headers["retry-after"]
+            assert not engine.live
+            ok = await client.post("/v1/completions", json={"prompt": "x", "max_tokens": 3})
+            assert ok.status_code == 200
+            state.preparer = None
+            assert error_of(await client.get("/health"), 503)["code"] == "loading"
+
+    asyncio.run(ask())
+
+
+def test_sigterm_drains_and_a_second_signal_stops_at_once() -> None:
+    with running() as (url, process):
+        client = openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0)
+        short = client.completions.create(model="smollm2-135m", prompt="slow", max_tokens=8, stream=True)
+        next(chunks := iter(short))
+        with HTTP.stream("POST", url + "/v1/completions", json={"prompt": "slow", "stream": True}) as endless:
+            next(lines := endless.iter_lines())
+            with httpx.Client(base_url=url) as other:
+                assert other.get("/health").status_code == 200
+                process.send_signal(signal.SIGTERM)
+                while other.get("/health").status_code == 200:
+                    time.sleep(0.01)
+                assert error_of(other.post(CHAT, json={"messages": HELLO}), 503)["code"] == "draining"
+            assert [chunk.choices[0].finish_reason for chunk in chunks][-1] == "length"
+            process.send_signal(signal.SIGINT)
+            events = [line for line in lines if line]
+        assert json.loads(events[-2][6:])["error"]["code"] == "stopped"
+        assert process.wait(10) == 0
+
+
+def test_sigterm_ends_an_idle_server() -> None:
+    with running() as (_, process):
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
+
+
+def test_a_dead_engine_fails_its_requests_and_ends_the_process() -> None:
+    with running() as (url, process):
+        with HTTP.stream("POST", url + "/v1/completions", json={"prompt": "slow", "stream": True}) as reply:
+            lines = reply.iter_lines()
+            next(lines)
+            error_of(post(url, "/v1/completions", {"prompt": "crash"}), 503)
+            events = [line for line in lines if line]
+        assert json.loads(events[-2][6:])["error"]["code"] == "engine_dead"
+        assert error_of(HTTP.get(url + "/health"), 503)["code"] == "engine_dead"
+        assert HTTP.get(url + "/ping").status_code == 200
+        assert process.wait(10) == 1
+
+
+def test_a_port_in_use_is_told_before_anything_is_loaded() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        result = subprocess.run(
+            [sys.executable, "-m", "outrider.entrypoints.cli", "serve", "no/such/model", "--port", str(port)],
+            capture_output=True, text=True, env=os.environ, timeout=30,
+        )  # fmt: skip
+    assert result.returncode == 2
+    assert f"port {port} on 127.0.0.1 is in use" in result.stderr.splitlines()[-1]
+    assert "Traceback" not in result.stderr
