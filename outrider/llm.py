@@ -86,10 +86,10 @@ class LLM:
         `params` is for all prompts or one for each. A prompt the engine refuses is a ValueError before
         anything runs. The bar is shown on a terminal when there are several prompts.
         """
-        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-            prompts = [prompts]  # type: ignore[list-item]
-        token_ids = [p if not isinstance(p, str) else self.tokenizer.encode(p) for p in prompts]  # type: ignore[union-attr]
-        return self._run([list(ids) for ids in token_ids], params, use_progress_bar)  # type: ignore[arg-type]
+        is_one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        many: Sequence[Any] = [prompts] if is_one else prompts
+        token_ids = [self.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in many]
+        return self._run(token_ids, params, use_progress_bar)
 
     def chat(
         self,
@@ -100,10 +100,10 @@ class LLM:
         **template: Any,
     ) -> list[Completion]:
         """One answer for each list of messages; `template` are keywords of `apply_chat_template`."""
-        if conversations and isinstance(conversations[0], Mapping):
-            conversations = [conversations]  # type: ignore[list-item]
+        is_one = len(conversations) > 0 and isinstance(conversations[0], Mapping)
+        many: Sequence[Any] = [conversations] if is_one else conversations
         template.setdefault("chat_template", self.config.chat_template)
-        texts = [self.tokenizer.apply_chat_template(messages, **template) for messages in conversations]  # type: ignore[arg-type]
+        texts = [self.tokenizer.apply_chat_template(messages, **template) for messages in many]
         token_ids = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
         return self._run(token_ids, params, use_progress_bar)
 
@@ -116,7 +116,9 @@ class LLM:
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts need as many SamplingParams (or one), got {len(params)}")
+            raise ValueError(
+                f"{len(prompts)} prompts need as many SamplingParams (or one), got {len(params)}"
+            )
         requests = [
             AddRequest(str(next(self._ids)), prompt, each, time.monotonic())
             for prompt, each in zip(prompts, params, strict=True)

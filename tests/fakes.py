@@ -1,4 +1,4 @@
-"""Stand-ins that make every rule of the engine testable in milliseconds, and an oracle that shares none of its code.
+"""Stand-ins that make every rule of the engine testable in milliseconds, and an oracle without its code.
 
 `HashModel` keeps (token, position) in each slot of its cache, and its logits are a pseudo-random function
 of everything read back through the block table: a wrong slot, a stale block, a missing rollback or a
@@ -30,7 +30,9 @@ VOCABULARY = Vocabulary([b"a", b"\xc3", b"\xa9", b"<end>"], frozenset({EOS}), fr
 
 
 def mix(state: int, token: int, position: int) -> int:
-    state = ((state ^ (token * 0x9E3779B97F4A7C15 + position * 0xC2B2AE3D27D4EB4F)) * 0xD6E8FEB86659FD93) & MASK
+    state = (
+        (state ^ (token * 0x9E3779B97F4A7C15 + position * 0xC2B2AE3D27D4EB4F)) * 0xD6E8FEB86659FD93
+    ) & MASK
     return state ^ (state >> 29)
 
 
@@ -109,7 +111,11 @@ def gumbel(seed: int, position: int, token: int) -> float:
 
 
 def processed(
-    logits: Sequence[float], params: SamplingParams, prompt: Sequence[int], output: Sequence[int], stop_ids: set[int]
+    logits: Sequence[float],
+    params: SamplingParams,
+    prompt: Sequence[int],
+    output: Sequence[int],
+    stop_ids: set[int],
 ) -> list[float]:
     """Logits after penalties, bias and masks, with `output` (drafted tokens included) as what was emitted."""
     values = list(logits)
@@ -192,7 +198,12 @@ class ReferenceSampler:
         return sampled
 
     def sample_row(
-        self, logits: list[float], state: ReferenceState, prefix: list[int], position: int, sampled: ReferenceSampled
+        self,
+        logits: list[float],
+        state: ReferenceState,
+        prefix: list[int],
+        position: int,
+        sampled: ReferenceSampled,
     ) -> None:
         params = state.params
         values = processed(logits, params, state.prompt, state.output + prefix, state.stop_ids)
@@ -246,7 +257,8 @@ def _read(
 ) -> tuple[bool, str]:
     """Whether these tokens end a request, and what may be shown of them."""
     pieces = [
-        b"" if token == EOS and params.skip_special_tokens else VOCABULARY.token_bytes[token] for token in output
+        b"" if token == EOS and params.skip_special_tokens else VOCABULARY.token_bytes[token]
+        for token in output
     ]
     whole, last = b"".join(pieces), output[-1]
     if last in stop_ids and len(output) > params.min_tokens:
@@ -264,22 +276,25 @@ def _read(
     if len(output) >= limit:
         return True, whole.decode(errors="replace")
     held = max(
-        (k for stop in params.stop for k in range(len(stop.encode())) if whole.endswith(stop.encode()[:k])), default=0
+        (k for stop in params.stop for k in range(len(stop.encode())) if whole.endswith(stop.encode()[:k])),
+        default=0,
     )
     shown = whole[: len(whole) - held]
     # In this vocabulary only one byte can begin a character that is not complete yet.
     return False, shown.removesuffix(b"\xc3").decode(errors="replace")
 
 
-# --- Adversaries -------------------------------------------------------------------------------------------------
+# --- Adversaries -------------------------------------------------------------------------------------------
 
 
 class ScriptedProposer:
-    """Right with probability `hit`, else random; now and then a tree; `misbehave` breaks every rule as well."""
+    """Right with probability `hit`, else random; sometimes a tree; `misbehave` breaks every rule as well."""
 
     needs_hidden = False
 
-    def __init__(self, rng: random.Random, hit: float, answers: dict[str, list[int]], misbehave: bool = False) -> None:
+    def __init__(
+        self, rng: random.Random, hit: float, answers: dict[str, list[int]], misbehave: bool = False
+    ) -> None:
         self.rng = rng
         self.hit = hit
         self.answers = answers  # request id -> what plain decoding emits
@@ -311,7 +326,8 @@ class ScriptedProposer:
         if self.misbehave and rng.random() < 0.2:
             length = limit + rng.randint(1, 3)
         tokens = [
-            answer[i] if i < len(answer) and rng.random() < self.hit else rng.randrange(4) for i in range(length)
+            answer[i] if i < len(answer) and rng.random() < self.hit else rng.randrange(4)
+            for i in range(length)
         ]
         if self.misbehave and tokens and rng.random() < 0.2:
             tokens[-1] = rng.choice([-1, 4, 2**31])

@@ -14,9 +14,9 @@ import random
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from fakes import Expected, plain_decode
 from hypothesis import strategies as st
 
-from fakes import Expected, plain_decode
 from outrider.request import AddRequest, SamplingParams, SpeculationParams
 
 MAX_MODEL_LEN = 40
@@ -53,7 +53,9 @@ def random_params(rng: random.Random) -> SamplingParams:
         skip_special_tokens=rng.random() < 0.5,
         seed=rng.getrandbits(64),
         logprobs=some(None, 0, 1, 4),
-        speculation=some(None, SpeculationParams(method="off"), SpeculationParams(max_draft_tokens=rng.randrange(4))),
+        speculation=some(
+            None, SpeculationParams(method="off"), SpeculationParams(max_draft_tokens=rng.randrange(4))
+        ),
     )
 
 

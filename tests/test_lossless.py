@@ -6,16 +6,16 @@ import random
 from collections import Counter
 
 import pytest
-from hypothesis import Phase, given, settings
-
 from fakes import VOCABULARY, FailingAllocator, HashModel, ReferenceSampler, ScriptedProposer
+from hypothesis import Phase, given, settings
+from strategies import MAX_MODEL_LEN, Arrival, Traffic, small_traffic, traffic
+
 from outrider.engine.drafting import Drafting
 from outrider.engine.engine import Engine
 from outrider.engine.kv_cache import KVCacheManager
 from outrider.engine.runner import Runner
 from outrider.engine.scheduler import Scheduler
 from outrider.request import FinishReason, RequestOutput
-from strategies import MAX_MODEL_LEN, Arrival, Traffic, small_traffic, traffic
 
 # A failing load says enough as it is, and shrinking one takes minutes.
 NO_SHRINKING = (Phase.explicit, Phase.reuse, Phase.generate)
@@ -75,15 +75,15 @@ def run_traffic(load: Traffic, kv_cache: KVCacheManager | None = None) -> Counte
 
 
 def count_events(engine: Engine, num_steps: int) -> Counter[str]:
-    metrics = engine.metrics
-    accepted = sum(metrics.num_accepted_tokens.values())
+    counts = engine.metrics.draft_counts
+    accepted = sum(counts.totals(accepted=True).values())
     return Counter(
         {
             "steps": num_steps,
             "preemptions": engine.scheduler.num_preemptions,
             "prefix hits": engine.scheduler.kv_cache.num_hit_tokens,
             "accepted": accepted,
-            "rejected": sum(metrics.num_draft_tokens.values()) - accepted,
+            "rejected": sum(counts.totals(accepted=False).values()) - accepted,
             "draft errors": engine.drafting.num_errors,
         }
     )
@@ -119,7 +119,9 @@ def check_stream(arrival: Arrival, stream: list[RequestOutput]) -> None:
     speculation = last.speculation
     assert speculation is not None
     assert 0 <= speculation.accepted_tokens <= speculation.draft_tokens
-    assert sum(source == "script" for event in stream for source in event.sources) == speculation.accepted_tokens
+    assert (
+        sum(source == "script" for event in stream for source in event.sources) == speculation.accepted_tokens
+    )
 
 
 def test_every_stream_equals_plain_decoding_alone() -> None:

@@ -16,8 +16,8 @@ def check_request(request: AddRequest, *, vocab_size: int, max_model_len: int) -
         raise ValueError("the prompt is empty; it needs at least one token")
     if num_tokens >= max_model_len:
         raise ValueError(
-            f"the prompt has {num_tokens} tokens, but at most {max_model_len - 1} leave room for an answer in the "
-            f"context of {max_model_len}; shorten it or raise --max-model-len"
+            f"the prompt has {num_tokens} tokens, but at most {max_model_len - 1} leave room for an answer "
+            f"in the context of {max_model_len}; shorten it or raise --max-model-len"
         )
     low, high = min(request.prompt_token_ids), max(request.prompt_token_ids)
     if low < 0 or high >= vocab_size:
@@ -43,7 +43,9 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
         _in_range("max_tokens", params.max_tokens, 1, math.inf)
     _in_range("min_tokens", params.min_tokens, 0, math.inf)
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
-        raise ValueError(f"min_tokens must be at most max_tokens ({params.max_tokens}), got {params.min_tokens}")
+        raise ValueError(
+            f"min_tokens must be at most max_tokens ({params.max_tokens}), got {params.min_tokens}"
+        )
     if params.seed is not None:
         _in_range("seed", params.seed, 0, _MAX_SEED)
     if params.logprobs is not None:

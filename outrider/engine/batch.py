@@ -48,6 +48,7 @@ def build_batch(plan: Plan, block_size: int) -> Batch:
     token_ids: list[int] = []
     starts: list[int] = []
     counts: list[int] = []
+    query_start_loc = [0]
     tables = np.zeros((num_requests, max(len(row.request.block_table) for row in plan.rows)), np.int32)
     for i, row in enumerate(plan.rows):
         end = row.start + row.num_tokens
@@ -55,20 +56,21 @@ def build_batch(plan: Plan, block_size: int) -> Batch:
         token_ids += row.drafts.token_ids
         starts.append(row.start)
         counts.append(row.num_tokens)
+        query_start_loc.append(len(token_ids))
         tables[i, : len(row.request.block_table)] = row.request.block_table
 
-    query_start_loc = np.zeros(num_requests + 1, np.int32)
-    np.cumsum(counts, out=query_start_loc[1:])
+    num_rows = np.array(counts, np.int32)
     first = np.array(starts, np.int32)
-    owner = np.repeat(np.arange(num_requests, dtype=np.int32), counts)
-    positions = np.arange(len(token_ids), dtype=np.int32) + (first - query_start_loc[:-1])[owner]
+    loc = np.array(query_start_loc, np.int32)
+    owner = np.arange(num_requests, dtype=np.int32).repeat(num_rows)
+    positions = np.arange(len(token_ids), dtype=np.int32) + (first - loc[:-1])[owner]
     slots = tables[owner, positions // block_size] * np.int32(block_size) + positions % block_size
     return Batch(
         token_ids=np.array(token_ids, np.int32),
         positions=positions,
         slot_mapping=slots,
-        query_start_loc=query_start_loc,
-        seq_lens=first + np.array(counts, np.int32),
+        query_start_loc=loc,
+        seq_lens=first + num_rows,
         block_tables=tables,
         logits_indices=_logits_indices(plan),
         sampling=_sampling(plan),

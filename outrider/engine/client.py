@@ -7,6 +7,7 @@ open request hears of it at once.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import os
@@ -165,11 +166,13 @@ class EngineClient:
         if process.poll() is None:
             process.kill()
         await self._exited.wait()
+        while self._streams and self._failure is None:
+            await asyncio.sleep(0.01)  # the last increments are still on their way
         self._close()
 
     def _send(self, message: ToEngine) -> None:
         assert self._socket is not None
-        # Without a high-water mark this never waits, so the future is done at once.
+        # Sent in this order, and nothing needs to know when.
         self._socket.send(encode(message))
 
     async def _read(self, socket: zmq.asyncio.Socket) -> None:
@@ -198,10 +201,8 @@ class EngineClient:
 
     def _wait_for_exit(self, loop: asyncio.AbstractEventLoop, process: subprocess.Popen[bytes]) -> None:
         code = process.wait()
-        try:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to hear of it
             loop.call_soon_threadsafe(self._on_exit, code)
-        except RuntimeError:
-            pass  # the loop is closed: nobody is left to hear of it
 
     def _on_exit(self, code: int) -> None:
         self._exited.set()

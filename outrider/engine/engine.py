@@ -15,7 +15,7 @@ from outrider.engine.admission import check_request
 from outrider.engine.batch import SamplingBatch, build_batch
 from outrider.engine.drafting import Drafting
 from outrider.engine.metrics import EngineMetrics
-from outrider.engine.output import OutputStream, Vocabulary, count_speculation, final_output, step_output
+from outrider.engine.output import OutputStream, Vocabulary, final_output, step_output
 from outrider.engine.runner import Runner
 from outrider.engine.scheduler import Plan, Scheduler
 from outrider.engine.state import Request
@@ -59,7 +59,9 @@ class Engine:
         accept_policy: str = "normal",
     ) -> None:
         if max_model_len > scheduler.capacity:
-            raise ValueError(f"max_model_len {max_model_len} exceeds the cache of {scheduler.capacity} tokens")
+            raise ValueError(
+                f"max_model_len {max_model_len} exceeds the cache of {scheduler.capacity} tokens"
+            )
         self.scheduler = scheduler
         self.runner = runner
         self.sampler = sampler
@@ -130,7 +132,6 @@ class Engine:
         outputs = []
         for result in results:
             if result.logits_row >= 0:
-                count_speculation(result)
                 outputs.append(step_output(result, sampled.logprobs))
                 if result.request.is_finished:
                     del self._requests[result.request_id]

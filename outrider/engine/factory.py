@@ -17,7 +17,6 @@ from outrider.engine.memory import MemoryPlan, plan_memory
 from outrider.engine.output import Vocabulary
 from outrider.engine.runner import Runner
 from outrider.engine.scheduler import Scheduler
-from outrider.models.config import ModelConfig
 from outrider.models.loader import Checkpoint, load_checkpoint
 from outrider.models.registry import build_function, weight_plan
 from outrider.sampling.sampler import Sampler
@@ -42,7 +41,7 @@ def load(config: EngineConfig) -> Checkpoint:
 
 
 def build_engine(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Engine:
-    """An engine that is ready for requests; a sentence for the user in the exception when there can be none."""
+    """An engine that is ready for requests; the exception holds a sentence for the user when there is none."""
     checkpoint = checkpoint or load(config)
     model = checkpoint.config
     max_num_logits = min(max(config.max_num_seqs, _LOGITS_ROWS), config.max_num_batched_tokens)
@@ -86,7 +85,12 @@ def _plan_memory(config: EngineConfig, checkpoint: Checkpoint, max_num_logits: i
         weights=_size_on_disk(checkpoint.path),
         activations=4 * widest * config.max_num_batched_tokens,
         logits=4 * model.vocab_size * max_num_logits,
-        bytes_per_block=2 * cache_bytes * model.num_layers * model.num_kv_heads * model.head_dim * config.block_size,
+        bytes_per_block=2
+        * cache_bytes
+        * model.num_layers
+        * model.num_kv_heads
+        * model.head_dim
+        * config.block_size,
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,
         model_context=model.max_position_embeddings,
@@ -95,9 +99,9 @@ def _plan_memory(config: EngineConfig, checkpoint: Checkpoint, max_num_logits: i
     )
     if not config.enable_chunked_prefill and plan.max_model_len > config.max_num_batched_tokens:
         raise ValueError(
-            f"without chunked prefill a prompt must fit into one step: the context is {plan.max_model_len} tokens, "
-            f"max_num_batched_tokens {config.max_num_batched_tokens}; raise --max-num-batched-tokens, lower "
-            "--max-model-len or leave chunked prefill on"
+            f"without chunked prefill a prompt must fit into one step: the context is {plan.max_model_len} "
+            f"tokens, max_num_batched_tokens {config.max_num_batched_tokens}; raise --max-num-batched-tokens, "
+            "lower --max-model-len or leave chunked prefill on"
         )
     return plan
 

@@ -1,4 +1,4 @@
-"""One plan for memory, made before anything is loaded: weights, a step's arrays, and the cache from the rest."""
+"""One plan for memory, made before weights are loaded: they, a step's arrays, and the cache from the rest."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class MemoryPlan:
     def describe(self) -> str:
         """The plan for people, in one line."""
         return (
-            f"memory: {self.usable / _MIB:.0f} of {self.available / _MIB:.0f} MiB available may be used: weights "
-            f"{self.weights / _MIB:.0f}, a step's arrays {(self.activations + self.logits) / _MIB:.0f}, cache up to "
-            f"{self.cache / _MIB:.0f} ({self.num_blocks} blocks of {self.block_size} tokens: "
-            f"{self.num_blocks * self.block_size} tokens); context {self.max_model_len}"
+            f"memory: {self.usable / _MIB:.0f} of {self.available / _MIB:.0f} MiB available may be used: "
+            f"weights {self.weights / _MIB:.0f}, a step's activations {self.activations / _MIB:.0f} and logits "
+            f"{self.logits / _MIB:.0f}, cache up to {self.cache / _MIB:.0f} ({self.num_blocks} blocks of "
+            f"{self.block_size} tokens); context {self.max_model_len}"
         )
 
 
@@ -88,8 +88,8 @@ def plan_memory(
     if context < 2:
         raise ConfigError(
             f"the model needs {(weights + activations + logits) / _MIB:.0f} MiB without its cache, but only "
-            f"{usable / _MIB:.0f} of {available / _MIB:.0f} MiB may be used; free memory, choose a smaller model "
-            "or raise --memory-utilization"
+            f"{usable / _MIB:.0f} of {available / _MIB:.0f} MiB may be used; free memory, choose a smaller "
+            "model or raise --memory-utilization"
         )
     return MemoryPlan(
         available, usable, weights, activations, logits, bytes_per_block, num_blocks, block_size, context

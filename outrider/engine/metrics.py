@@ -5,12 +5,49 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import Any
 
+from outrider.engine.draft_counts import DraftCounts
 from outrider.engine.scheduler import StepResult
 from outrider.engine.state import Request
 
-_LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
+_LATENCY = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+)
 _LONG = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
-_STEP = (0.001, 0.002, 0.003, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+_STEP = (
+    0.001,
+    0.002,
+    0.003,
+    0.004,
+    0.006,
+    0.008,
+    0.01,
+    0.015,
+    0.02,
+    0.03,
+    0.05,
+    0.1,
+    0.2,
+    0.5,
+    1.0,
+    2.0,
+    5.0,
+)
 
 
 class Histogram:
@@ -38,11 +75,7 @@ class EngineMetrics:
         self.num_prompt_tokens = 0
         self.num_generation_tokens = 0
         self.num_finished: dict[str, int] = {}  # by finish reason
-        self.num_draft_steps: dict[str, int] = {}  # by source: windows verified with its drafts
-        self.num_draft_tokens: dict[str, int] = {}
-        self.num_accepted_tokens: dict[str, int] = {}
-        self.num_accepted_per_position: dict[str, list[int]] = {}
-        self.num_draft_tokens_per_position: dict[str, list[int]] = {}
+        self.draft_counts = DraftCounts()
         self.num_emitting_windows = 0  # a request's part of a step that gave it tokens
         self.time_to_first_token = Histogram(_LONG)
         self.inter_token_latency = Histogram(_LATENCY)
@@ -63,8 +96,10 @@ class EngineMetrics:
                 self._observe_tokens(request, len(result.token_ids), end)
             if result.logits_row >= 0:
                 self.num_emitting_windows += 1
+                request.num_steps += 1
                 if result.drafts.token_ids:
-                    self._observe_drafts(result)
+                    self.draft_counts.add(result.drafts, result.path)
+                    request.draft_counts.add(result.drafts, result.path)
             if request.is_finished:
                 self.observe_end(request, end)
 
@@ -89,24 +124,18 @@ class EngineMetrics:
             self.time_to_first_token.observe(max(0.0, now - request.arrival_time))
         request.last_token_time = now
 
-    def _observe_drafts(self, result: StepResult) -> None:
-        accepted = set(result.path)
-        for source in set(result.drafts.source):
-            self.num_draft_steps[source] = self.num_draft_steps.get(source, 0) + 1
-        for node, (source, depth) in enumerate(zip(result.drafts.source, result.drafts.depths(), strict=True)):
-            drafted = self.num_draft_tokens_per_position.setdefault(source, [])
-            taken = self.num_accepted_per_position.setdefault(source, [])
-            while len(drafted) <= depth:
-                drafted.append(0)
-                taken.append(0)
-            self.num_draft_tokens[source] = self.num_draft_tokens.get(source, 0) + 1
-            drafted[depth] += 1
-            if node in accepted:
-                self.num_accepted_tokens[source] = self.num_accepted_tokens.get(source, 0) + 1
-                taken[depth] += 1
-
     def snapshot(self) -> dict[str, Any]:
-        """Everything as plain lists, numbers and mappings."""
-        return {
-            name: value.snapshot() if isinstance(value, Histogram) else value for name, value in vars(self).items()
+        """Everything as plain lists, numbers and mappings; drafts by source."""
+        drafts = self.draft_counts
+        snapshot = {
+            name: value.snapshot() if isinstance(value, Histogram) else value
+            for name, value in vars(self).items()
+            if value is not drafts
+        }
+        return snapshot | {
+            "num_draft_steps": drafts.windows(),
+            "num_draft_tokens": drafts.totals(accepted=False),
+            "num_accepted_tokens": drafts.totals(accepted=True),
+            "num_draft_tokens_per_position": drafts.per_position(accepted=False),
+            "num_accepted_per_position": drafts.per_position(accepted=True),
         }

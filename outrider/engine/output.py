@@ -179,23 +179,5 @@ def _with_totals(output: RequestOutput, request: Request) -> RequestOutput:
         output.finish_reason = request.finish_reason
         output.stop_reason = request.stream.stop_reason
         output.error = request.error
-        output.speculation = request.speculation
+        output.speculation = request.draft_counts.to_stats(request.num_steps)
     return output
-
-
-def count_speculation(result: StepResult) -> None:
-    """Add a step to what speculation did for its request. Counts what was verified, not what was hoped for."""
-    stats = result.request.speculation
-    stats.steps += 1
-    if not result.drafts.token_ids:
-        return
-    accepted = set(result.path)
-    stats.draft_tokens += len(result.drafts)
-    stats.accepted_tokens += len(accepted)
-    for node, depth in enumerate(result.drafts.depths()):
-        if depth == len(stats.per_position):
-            stats.per_position.append([0, 0])
-        counts = (stats.per_position[depth], stats.by_source.setdefault(result.drafts.source[node], [0, 0]))
-        for count in counts:
-            count[0] += 1
-            count[1] += node in accepted

@@ -80,14 +80,17 @@ class Scheduler:
         `max_prompt_tokens_beside_decode` how long a step may keep generating requests waiting."""
         if max_num_batched_tokens < max_num_seqs:
             raise ValueError(
-                f"max_num_batched_tokens must be at least max_num_seqs ({max_num_seqs}), got {max_num_batched_tokens}"
+                f"max_num_batched_tokens must be at least max_num_seqs ({max_num_seqs}), "
+                f"got {max_num_batched_tokens}"
             )
         self.kv_cache = kv_cache
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_logits = max_num_logits if max_num_logits is not None else max_num_batched_tokens
         if self.max_num_logits < max_num_seqs:
-            raise ValueError(f"max_num_logits must be at least max_num_seqs ({max_num_seqs}), got {max_num_logits}")
+            raise ValueError(
+                f"max_num_logits must be at least max_num_seqs ({max_num_seqs}), got {max_num_logits}"
+            )
         self.enable_chunked_prefill = enable_chunked_prefill
         self.max_prompt_tokens_beside_decode = max_prompt_tokens_beside_decode
         self.running: list[Request] = []  # by rank

@@ -11,7 +11,8 @@ from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from outrider.request import FinishReason, SamplingParams, SpeculationStats
+from outrider.engine.draft_counts import DraftCounts
+from outrider.request import FinishReason, SamplingParams
 from outrider.spec_decode.proposer import NO_DRAFTS
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class Request:
         "block_digests",
         "block_table",
         "cache_salt",
+        "draft_counts",
         "drafts",
         "error",
         "finish_reason",
@@ -42,6 +44,7 @@ class Request:
         "num_computed_tokens",
         "num_prompt_tokens",
         "num_published_blocks",
+        "num_steps",
         "params",
         "priority",
         "rank",
@@ -49,7 +52,6 @@ class Request:
         "sampling_state",
         "scheduled_time",
         "seed",
-        "speculation",
         "stream",
         "token_ids",
     )
@@ -90,7 +92,8 @@ class Request:
         self.block_digests: list[bytes] = []
         self.num_published_blocks = 0
 
-        self.speculation = SpeculationStats()
+        self.num_steps = 0  # that emitted tokens
+        self.draft_counts = DraftCounts()
         self.finish_reason: FinishReason | None = None
         self.error: str | None = None
 
