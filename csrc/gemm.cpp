@@ -45,7 +45,7 @@ uint8_t* aligned(std::vector<uint8_t>& bytes) {
 }
 
 // A thread's scratch: for the tile kernels, a row in fp32, then its own prepared rows.
-int64_t staging_bytes(int64_t blocks) { return round_up(blocks * kBlock * 4, 64); }
+int64_t staging_bytes(int64_t blocks) { return round_up(blocks * kStagingPerBlock * 4, 64); }
 
 struct Linear {
   const LinearArgs& args;

@@ -100,12 +100,14 @@ class PackedRow {
 };
 
 // One activation row in, its lane of a quad out.
+constexpr int64_t kStagingPerBlock = kBlock + 1;  // the row, and the largest value of each group
+
 struct PrologueRow {
   const float* x;
   const float* norm_weight;  // or null
   float norm_eps;
   int64_t k;
-  float* staging;  // k rounded up to 32 floats
+  float* staging;  // kStagingPerBlock floats for each 32 of k
   void* quad;      // Q8Block, Q16Block or FloatBlock [blocks]
   int lane;
   float* unit;     // of this row
@@ -125,9 +127,16 @@ struct TileRange {
   uint8_t* scratch;  // kTileScratch bytes, aligned to 64, of this thread
 };
 
-constexpr int64_t kRowBlockMax = 512;  // rows of a TileRange at most
-constexpr int64_t kUnpackBlocks = 24;  // blocks of a tile that are unpacked at a time for many rows
-constexpr int64_t kTileScratch = kRowBlockMax * kTileRows * 4 + kUnpackBlocks * 32 * 16 * 4 + kUnpackBlocks * 128;
+constexpr int64_t kRowBlockMax = 512;     // rows of a TileRange at most
+constexpr int64_t kUnpackBytes = 20480;  // of a tile's blocks, unpacked for reuse by many rows: part of L1
+constexpr int64_t kTileScratch = kRowBlockMax * kTileRows * int64_t(sizeof(float)) + kUnpackBytes;
+
+// Where a block kernel takes its weights from.
+enum class Use {
+  packed,     // the tile
+  unpacking,  // the tile, leaving them unpacked in scratch
+  unpacked,   // scratch
+};
 
 struct GemmKernels {
   void (*prologue)(WeightKind kind, const PrologueRow& row);

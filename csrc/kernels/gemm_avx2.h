@@ -1,4 +1,4 @@
-// Block kernels of the linear op for AVX2 + FMA + F16C.
+// Block kernels of the linear op for AVX2 + FMA + F16C. See gemm_generic.h for what they compute.
 #pragma once
 
 #include <immintrin.h>
@@ -9,93 +9,148 @@ namespace outrider {
 namespace OUTRIDER_ISA {
 namespace gemm {
 
-inline __m256 load_half8(const uint8_t* p) {
+#define OUTRIDER_INLINE inline __attribute__((always_inline))
+// Keeps the compiler from computing all products first and spilling them.
+#define OUTRIDER_PIN(v) asm volatile("" : "+x"(v))
+
+OUTRIDER_INLINE __m256 load_half8(const uint8_t* p) {
   return _mm256_cvtph_ps(_mm_load_si128(reinterpret_cast<const __m128i*>(p)));
 }
-inline __m256i load_bytes(const uint8_t* p) { return _mm256_load_si256(reinterpret_cast<const __m256i*>(p)); }
-inline __m256i splat4(const void* p) {
+OUTRIDER_INLINE __m256i load_bytes(const uint8_t* p) { return _mm256_load_si256(reinterpret_cast<const __m256i*>(p)); }
+OUTRIDER_INLINE void store_bytes(uint8_t* p, __m256i v) { _mm256_store_si256(reinterpret_cast<__m256i*>(p), v); }
+OUTRIDER_INLINE __m256 load_floats(const uint8_t* p) { return _mm256_load_ps(reinterpret_cast<const float*>(p)); }
+OUTRIDER_INLINE void store_floats(uint8_t* p, __m256 v) { _mm256_store_ps(reinterpret_cast<float*>(p), v); }
+OUTRIDER_INLINE __m256i splat4(const void* p) {
   int32_t v;
   __builtin_memcpy(&v, p, 4);
   return _mm256_set1_epi32(v);
 }
 
-// Keeps the compiler from computing all products first and spilling them.
-#define OUTRIDER_PIN(v) asm volatile("" : "+x"(v))
+// A thread's memory requests run this far ahead of its arithmetic.
+constexpr int64_t kAhead = 6144;
+template <int Bytes>
+OUTRIDER_INLINE void prefetch(const uint8_t* w) {
+#pragma GCC unroll 16
+  for (int i = 0; i < Bytes; i += 64) _mm_prefetch(reinterpret_cast<const char*>(w + kAhead + i), _MM_HINT_T0);
+}
 
-template <int T, bool Min>
-inline __attribute__((always_inline)) void int4_block(const uint8_t* block, const Q8Block& x, float* acc) {
-  const __m256i mask = _mm256_set1_epi8(15);
-  __m256i sum[T][2];
+template <bool Min>
+struct Int4 {
+  using Block = Q8Block;
+  static constexpr int64_t unpacked_bytes = 512 + 64 + 64;  // 16 registers of weights, scales, minimums
+
+  template <int T, Use use>
+  static OUTRIDER_INLINE void block(const uint8_t* w, uint8_t* unpacked, const Block& x, float* acc) {
+    const __m256i mask = _mm256_set1_epi8(15);
+    if (use != Use::unpacked) prefetch<Min ? 320 : 288>(w);
+    __m256i sum[T][2];
 #pragma GCC unroll 4
-  for (int j = 0; j < 4; ++j) {
-    const __m256i a = load_bytes(block + 64 * j), b = load_bytes(block + 64 * j + 32);
+    for (int j = 0; j < 4; ++j) {
 #pragma GCC unroll 2
-    for (int half = 0; half < 2; ++half) {
-      const __m256i wa = _mm256_and_si256(half ? _mm256_srli_epi16(a, 4) : a, mask);
-      const __m256i wb = _mm256_and_si256(half ? _mm256_srli_epi16(b, 4) : b, mask);
+      for (int half = 0; half < 2; ++half) {
+        uint8_t* place = unpacked + 128 * j + 64 * half;
+        __m256i a, b;
+        if (use == Use::unpacked) {
+          a = load_bytes(place), b = load_bytes(place + 32);
+        } else {
+          a = load_bytes(w + 64 * j), b = load_bytes(w + 64 * j + 32);
+          if (half) a = _mm256_srli_epi16(a, 4), b = _mm256_srli_epi16(b, 4);
+          a = _mm256_and_si256(a, mask), b = _mm256_and_si256(b, mask);
+          if (use == Use::unpacking) store_bytes(place, a), store_bytes(place + 32, b);
+        }
+#pragma GCC unroll 4
+        for (int t = 0; t < T; ++t) {
+          const __m256i q = splat4(x.q[t] + 16 * half + 4 * j);
+          const __m256i pa = _mm256_maddubs_epi16(a, q), pb = _mm256_maddubs_epi16(b, q);
+          sum[t][0] = j + half ? _mm256_add_epi16(sum[t][0], pa) : pa;
+          sum[t][1] = j + half ? _mm256_add_epi16(sum[t][1], pb) : pb;
+          OUTRIDER_PIN(sum[t][0]);
+          OUTRIDER_PIN(sum[t][1]);
+        }
+      }
+    }
+#pragma GCC unroll 2
+    for (int h = 0; h < 2; ++h) {
+      uint8_t* place = unpacked + 512 + 32 * h;
+      __m256 scale, minimum;
+      if (use == Use::unpacked) {
+        scale = load_floats(place), minimum = load_floats(place + 64);
+      } else {
+        scale = load_half8(w + 256 + 16 * h);
+        minimum = Min ? load_half8(w + 288 + 16 * h) : _mm256_mul_ps(scale, _mm256_set1_ps(-8.0f));
+        if (use == Use::unpacking) store_floats(place, scale), store_floats(place + 64, minimum);
+      }
 #pragma GCC unroll 4
       for (int t = 0; t < T; ++t) {
-        const __m256i q = splat4(x.q[t] + 16 * half + 4 * j);
-        const __m256i pa = _mm256_maddubs_epi16(wa, q), pb = _mm256_maddubs_epi16(wb, q);
-        sum[t][0] = j + half ? _mm256_add_epi16(sum[t][0], pa) : pa;
-        sum[t][1] = j + half ? _mm256_add_epi16(sum[t][1], pb) : pb;
-        OUTRIDER_PIN(sum[t][0]);
-        OUTRIDER_PIN(sum[t][1]);
+        const __m256i wide = _mm256_madd_epi16(sum[t][h], splat4(x.multiplier[t]));
+        float* a = acc + t * kTileRows + 8 * h;
+        const __m256 v = _mm256_fmadd_ps(_mm256_cvtepi32_ps(wide), scale, _mm256_load_ps(a));
+        _mm256_store_ps(a, _mm256_fmadd_ps(_mm256_broadcast_ss(x.sum + t), minimum, v));
       }
     }
   }
-  const __m256 minus8 = _mm256_set1_ps(-8.0f);
-#pragma GCC unroll 2
-  for (int h = 0; h < 2; ++h) {
-    const __m256 scale = load_half8(block + 256 + 16 * h);
-    const __m256 minimum = Min ? load_half8(block + 288 + 16 * h) : _mm256_mul_ps(scale, minus8);
-#pragma GCC unroll 4
-    for (int t = 0; t < T; ++t) {
-      const __m256i wide = _mm256_madd_epi16(sum[t][h], splat4(x.multiplier[t]));
-      float* a = acc + t * kTileRows + 8 * h;
-      const __m256 v = _mm256_fmadd_ps(_mm256_cvtepi32_ps(wide), scale, _mm256_load_ps(a));
-      _mm256_store_ps(a, _mm256_fmadd_ps(_mm256_broadcast_ss(x.sum + t), minimum, v));
-    }
-  }
-}
+};
 
-template <int T, bool Min>
-inline __attribute__((always_inline)) void int8_block(const uint8_t* block, const Q16Block& x, float* acc) {
-  const __m256i low_bytes = _mm256_set1_epi16(255);
-  __m256i sum[T][2];
-  for (int t = 0; t < T; ++t) sum[t][0] = sum[t][1] = _mm256_set1_epi32(x.offset[t]);
+template <bool Min>
+struct Int8 {
+  using Block = Q16Block;
+  static constexpr int64_t unpacked_bytes = 1024 + 64 + 64;
+
+  template <int T, Use use>
+  static OUTRIDER_INLINE void block(const uint8_t* w, uint8_t* unpacked, const Block& x, float* acc) {
+    const __m256i low_bytes = _mm256_set1_epi16(255);
+    if (use != Use::unpacked) prefetch<Min ? 576 : 544>(w);
+    __m256i sum[T][2];
+    for (int t = 0; t < T; ++t) sum[t][0] = sum[t][1] = _mm256_set1_epi32(x.offset[t]);
 #pragma GCC unroll 8
-  for (int j = 0; j < 8; ++j) {
-    const __m256i a = load_bytes(block + 64 * j), b = load_bytes(block + 64 * j + 32);
+    for (int j = 0; j < 8; ++j) {
 #pragma GCC unroll 2
-    for (int half = 0; half < 2; ++half) {
-      const __m256i wa = half ? _mm256_srli_epi16(a, 8) : _mm256_and_si256(a, low_bytes);
-      const __m256i wb = half ? _mm256_srli_epi16(b, 8) : _mm256_and_si256(b, low_bytes);
+      for (int half = 0; half < 2; ++half) {
+        uint8_t* place = unpacked + 128 * j + 64 * half;
+        __m256i a, b;
+        if (use == Use::unpacked) {
+          a = load_bytes(place), b = load_bytes(place + 32);
+        } else {
+          a = load_bytes(w + 64 * j), b = load_bytes(w + 64 * j + 32);
+          a = half ? _mm256_srli_epi16(a, 8) : _mm256_and_si256(a, low_bytes);
+          b = half ? _mm256_srli_epi16(b, 8) : _mm256_and_si256(b, low_bytes);
+          if (use == Use::unpacking) store_bytes(place, a), store_bytes(place + 32, b);
+        }
+#pragma GCC unroll 4
+        for (int t = 0; t < T; ++t) {
+          const __m256i q = splat4(x.q[t] + 4 * j + 2 * half);
+          sum[t][0] = _mm256_add_epi32(sum[t][0], _mm256_madd_epi16(a, q));
+          sum[t][1] = _mm256_add_epi32(sum[t][1], _mm256_madd_epi16(b, q));
+          OUTRIDER_PIN(sum[t][0]);
+          OUTRIDER_PIN(sum[t][1]);
+        }
+      }
+    }
+#pragma GCC unroll 2
+    for (int h = 0; h < 2; ++h) {
+      uint8_t* place = unpacked + 1024 + 32 * h;
+      __m256 scale, minimum = _mm256_setzero_ps();
+      if (use == Use::unpacked) {
+        scale = load_floats(place);
+        if (Min) minimum = load_floats(place + 64);
+      } else {
+        scale = load_half8(w + 512 + 16 * h);
+        if (Min) minimum = load_half8(w + 544 + 16 * h);
+        if (use == Use::unpacking) store_floats(place, scale), store_floats(place + 64, minimum);
+      }
 #pragma GCC unroll 4
       for (int t = 0; t < T; ++t) {
-        const __m256i q = splat4(x.q[t] + 4 * j + 2 * half);
-        sum[t][0] = _mm256_add_epi32(sum[t][0], _mm256_madd_epi16(wa, q));
-        sum[t][1] = _mm256_add_epi32(sum[t][1], _mm256_madd_epi16(wb, q));
-        OUTRIDER_PIN(sum[t][0]);
-        OUTRIDER_PIN(sum[t][1]);
+        float* a = acc + t * kTileRows + 8 * h;
+        __m256 v = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum[t][h]), scale, _mm256_load_ps(a));
+        if (Min) v = _mm256_fmadd_ps(_mm256_broadcast_ss(x.sum + t), minimum, v);
+        _mm256_store_ps(a, v);
       }
     }
   }
-#pragma GCC unroll 2
-  for (int h = 0; h < 2; ++h) {
-    const __m256 scale = load_half8(block + 512 + 16 * h);
-#pragma GCC unroll 4
-    for (int t = 0; t < T; ++t) {
-      float* a = acc + t * kTileRows + 8 * h;
-      __m256 v = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum[t][h]), scale, _mm256_load_ps(a));
-      if (Min) v = _mm256_fmadd_ps(_mm256_broadcast_ss(x.sum + t), load_half8(block + 544 + 16 * h), v);
-      _mm256_store_ps(a, v);
-    }
-  }
-}
+};
 
 template <WeightKind Kind>
-inline __m256 load_weights(const uint8_t* p, int64_t i) {
+OUTRIDER_INLINE __m256 load_weights(const uint8_t* p, int64_t i) {
   if (Kind == WeightKind::f16) return load_half8(p + 2 * i);
   if (Kind == WeightKind::bf16) {
     const __m128i bits = _mm_load_si128(reinterpret_cast<const __m128i*>(p + 2 * i));
@@ -104,23 +159,37 @@ inline __m256 load_weights(const uint8_t* p, int64_t i) {
   return _mm256_load_ps(reinterpret_cast<const float*>(p) + i);
 }
 
-template <int T, WeightKind Kind>
-inline __attribute__((always_inline)) void float_block(const uint8_t* block, const FloatBlock& x, float* acc) {
-  __m256 sum[T][2];
-  for (int t = 0; t < T; ++t)
-    for (int h = 0; h < 2; ++h) sum[t][h] = _mm256_load_ps(acc + t * kTileRows + 8 * h);
-  for (int i = 0; i < kBlock; ++i) {
-    const __m256 a = load_weights<Kind>(block, i * kTileRows), b = load_weights<Kind>(block, i * kTileRows + 8);
+template <WeightKind Kind>
+struct Float {
+  using Block = FloatBlock;
+  static constexpr int64_t unpacked_bytes = kBlock * kTileRows * 4;
+
+  template <int T, Use use>
+  static OUTRIDER_INLINE void block(const uint8_t* w, uint8_t* unpacked, const Block& x, float* acc) {
+    if (use != Use::unpacked) prefetch<Kind == WeightKind::f32 ? 2048 : 1024>(w);
+    __m256 sum[T][2];
+    for (int t = 0; t < T; ++t)
+      for (int h = 0; h < 2; ++h) sum[t][h] = _mm256_load_ps(acc + t * kTileRows + 8 * h);
+    for (int i = 0; i < kBlock; ++i) {
+      uint8_t* place = unpacked + 64 * i;
+      __m256 a, b;
+      if (use == Use::unpacked) {
+        a = load_floats(place), b = load_floats(place + 32);
+      } else {
+        a = load_weights<Kind>(w, i * kTileRows), b = load_weights<Kind>(w, i * kTileRows + 8);
+        if (use == Use::unpacking) store_floats(place, a), store_floats(place + 32, b);
+      }
 #pragma GCC unroll 4
-    for (int t = 0; t < T; ++t) {
-      const __m256 v = _mm256_broadcast_ss(x.x[i] + t);
-      sum[t][0] = _mm256_fmadd_ps(a, v, sum[t][0]);
-      sum[t][1] = _mm256_fmadd_ps(b, v, sum[t][1]);
+      for (int t = 0; t < T; ++t) {
+        const __m256 v = _mm256_broadcast_ss(x.x[i] + t);
+        sum[t][0] = _mm256_fmadd_ps(a, v, sum[t][0]);
+        sum[t][1] = _mm256_fmadd_ps(b, v, sum[t][1]);
+      }
     }
+    for (int t = 0; t < T; ++t)
+      for (int h = 0; h < 2; ++h) _mm256_store_ps(acc + t * kTileRows + 8 * h, sum[t][h]);
   }
-  for (int t = 0; t < T; ++t)
-    for (int h = 0; h < 2; ++h) _mm256_store_ps(acc + t * kTileRows + 8 * h, sum[t][h]);
-}
+};
 
 }  // namespace gemm
 }  // namespace OUTRIDER_ISA
