@@ -174,12 +174,16 @@ class Scheduler:
         """Preempt running requests of a worse priority that keep a better one from being admitted."""
         while self.waiting and self.running:
             first, last = self.waiting[0], self.running[-1]
-            has_room = len(self.running) < self.max_num_seqs and (
-                self.kv_cache.num_blocks_for(first.num_tokens) <= self.kv_cache.num_free_blocks
-            )
+            has_room = len(self.running) < self.max_num_seqs and self._has_blocks_for(first)
             if has_room or first.priority >= last.priority:
                 return
             self._preempt(last, preempted)
+
+    def _has_blocks_for(self, request: Request) -> bool:
+        """Whether it can be admitted and every running request can still grow by a block: else somebody
+        would soon be preempted for it."""
+        num_missing = self.kv_cache.num_blocks_for(request.num_tokens) - len(request.block_table)
+        return not self.running or num_missing + len(self.running) <= self.kv_cache.num_free_blocks
 
     def _schedule_running(self, budget: _Budget, preempted: list[Request]) -> list[PlanRow]:
         rows: list[PlanRow] = []
@@ -189,8 +193,8 @@ class Scheduler:
             is_generating = request.is_caught_up
             num_left = request.num_tokens - request.num_computed_tokens
             num_tokens = budget.share(num_left + len(request.drafts), is_generating)
-            if num_tokens > num_left and not self._hold(request, num_tokens, preempted):
-                num_tokens = num_left  # drafts are not worth a preemption
+            if num_tokens > num_left and not self._hold_drafts(request, num_tokens, len(self.running) - i - 1):
+                num_tokens = num_left
             if not self._hold(request, num_tokens, preempted):
                 break  # it was the last one and has been preempted itself
             i += 1
@@ -199,16 +203,21 @@ class Scheduler:
                 rows.append(_row(request, num_tokens))
         return rows
 
+    def _hold_drafts(self, request: Request, num_tokens: int, num_behind: int) -> bool:
+        """Get blocks for tokens that end in drafts, but only such as nobody behind could need in this step:
+        drafts are not worth a preemption. On False nothing has changed."""
+        end = request.num_computed_tokens + num_tokens
+        num_missing = self.kv_cache.num_blocks_for(end) - len(request.block_table)
+        if num_missing > 0 and num_missing + num_behind > self.kv_cache.num_free_blocks:
+            return False
+        return self.kv_cache.allocate(request, end)
+
     def _hold(self, request: Request, num_tokens: int, preempted: list[Request]) -> bool:
         """Get blocks for the next tokens of `request`, from the last requests if need be.
 
-        On False, nothing has changed if there are drafts among the tokens: they preempt nobody. Without
-        drafts `request` was itself the last and has been preempted.
+        False: it was itself the last and has been preempted.
         """
-        end = request.num_computed_tokens + num_tokens
-        while not self.kv_cache.allocate(request, end):
-            if end > request.num_tokens:
-                return False
+        while not self.kv_cache.allocate(request, request.num_computed_tokens + num_tokens):
             victim = self.running[-1]
             self._preempt(victim, preempted)
             if victim is request:
@@ -231,7 +240,8 @@ class Scheduler:
             num_cached = self.kv_cache.admit(request)
             num_tokens = budget.share(request.num_tokens - num_cached, False)
             # Blocks for all its tokens, not just the first chunk: half a prompt in the cache helps nobody.
-            if not num_tokens or not self.kv_cache.allocate(request, request.num_tokens):
+            is_possible = num_tokens > 0 and self._has_blocks_for(request)
+            if not is_possible or not self.kv_cache.allocate(request, request.num_tokens):
                 self.kv_cache.release(request)
                 return
             self.kv_cache.count_lookup(request)
