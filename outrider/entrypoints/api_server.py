@@ -227,7 +227,8 @@ def _make_server(configuration: Configuration) -> tuple[ServerState, uvicorn.Ser
     gate = Gate(configuration.server, configuration.engine.max_num_seqs)
     state = ServerState(configuration, gate, fingerprint=_fingerprint(configuration))
     config = uvicorn.Config(
-        create_app(state), http="httptools", ws="none", lifespan="off", log_config=None, access_log=False,
+        create_app(state), http="httptools", ws="none", lifespan="off",
+        log_config=None, log_level="warning", access_log=False,
         server_header=False, timeout_keep_alive=60, timeout_graceful_shutdown=5,
     )  # fmt: skip
     return state, Server(config)

@@ -205,15 +205,15 @@ class Answer:
 
     def speculation(self) -> dict[str, Any]:
         """What speculation did for all choices together."""
-        total = SpeculationStats()
-        for choice in self.choices:
-            if choice.speculation is not None:
-                _add(total, choice.speculation)
-        return speculation_body(total)
+        return total_speculation(self.choices)
 
 
-def speculation_body(stats: SpeculationStats) -> dict[str, Any]:
-    """The `speculation` object of an answer."""
+def total_speculation(choices: Sequence[Choice]) -> dict[str, Any]:
+    """The `speculation` object of an answer: what speculation did for all its choices."""
+    stats = SpeculationStats()
+    for choice in choices:
+        if choice.speculation is not None:
+            _add(stats, choice.speculation)
     return {
         "steps": stats.steps,
         "draft_tokens": stats.draft_tokens,
@@ -224,9 +224,7 @@ def speculation_body(stats: SpeculationStats) -> dict[str, Any]:
             source: {"draft_tokens": drafted, "accepted_tokens": accepted}
             for source, (drafted, accepted) in stats.by_source.items()
         },
-        "per_position": [
-            {"draft_tokens": drafted, "accepted_tokens": accepted} for drafted, accepted in stats.per_position
-        ],
+        "per_position": stats.per_position,  # [draft tokens, accepted], by place in the draft
     }
 
 
