@@ -119,19 +119,22 @@ uint8_t* aligned(std::vector<uint8_t>& bytes) {
   return reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(bytes.data()) + 63) & ~uintptr_t(63));
 }
 
-using Counter = std::atomic<int32_t>;
+using Counter = std::atomic<int32_t>;  // runs of a group that are done; 0 outside of a step
+
+// Groups that are cut cost more than 1 / (threads * kUnitsPerThread) of the whole, so there are fewer of them.
+// Counters keep their place whatever the plan, at the front of the shared memory: partials must not run over them.
+size_t counter_bytes(size_t threads) { return (threads * kUnitsPerThread * sizeof(Counter) + 63) / 64 * 64; }
 
 // Makes room, by one thread while the others wait; all see the same sizes and so agree to come here.
-void reserve(Team& team, AttentionScratch& scratch, const Plan& plan, int64_t thread_bytes) {
-  const size_t shared = size_t(plan.num_counters * int64_t(sizeof(Counter)) + plan.num_floats * 4 + 128);
-  const bool enough = scratch.shared.size() >= shared && int(scratch.per_thread.size()) >= team.size() &&
-                      int64_t(scratch.per_thread[0].size()) >= thread_bytes;
-  if (enough) return;
+void reserve(Team& team, AttentionScratch& scratch, const Plan& plan, size_t thread_bytes) {
+  const size_t known = scratch.per_thread.size(), threads = std::max(known, size_t(team.size()));
+  const size_t shared = counter_bytes(threads) + size_t(plan.num_floats) * 4 + 64;
+  if (known == threads && scratch.shared.size() >= shared && scratch.per_thread[0].size() >= thread_bytes) return;
   team.barrier();
   if (team.rank() == 0) {
-    if (scratch.shared.size() < shared) scratch.shared.assign(shared * 2, 0);
-    scratch.per_thread.resize(size_t(std::max<int>(team.size(), int(scratch.per_thread.size()))));
-    const size_t bytes = std::max(size_t(thread_bytes), scratch.per_thread[0].size());
+    if (known < threads || scratch.shared.size() < shared) scratch.shared.assign(shared * 2, 0);
+    const size_t bytes = std::max(thread_bytes, known ? scratch.per_thread[0].size() : 0);
+    scratch.per_thread.resize(threads);
     for (std::vector<uint8_t>& memory : scratch.per_thread) memory.resize(bytes);
   }
   team.barrier();
@@ -153,10 +156,10 @@ void append_attention(Team& team, const AttentionBatch& batch, const AttentionAr
   const KVCache& cache = *args.cache;
   static thread_local Plan plan;
   make_plan(batch, args, team.size(), plan);
-  reserve(team, scratch, plan, 4 * kernels.scratch_floats(plan.max_rows, cache.head_dim) + 64);
+  reserve(team, scratch, plan, size_t(4 * kernels.scratch_floats(plan.max_rows, cache.head_dim) + 64));
   float* own = reinterpret_cast<float*>(aligned(scratch.per_thread[size_t(team.rank())]));
-  float* partials = reinterpret_cast<float*>(aligned(scratch.shared));
-  Counter* counters = reinterpret_cast<Counter*>(partials + plan.num_floats);
+  Counter* counters = reinterpret_cast<Counter*>(aligned(scratch.shared));
+  float* partials = reinterpret_cast<float*>(aligned(scratch.shared) + counter_bytes(scratch.per_thread.size()));
 
   if (plan.append_first) {
     constexpr int64_t kRun = 32;

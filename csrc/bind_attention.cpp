@@ -100,7 +100,7 @@ nb::ndarray<nb::numpy, float, nb::ndim<2>> attention(
   check_attention(args);
   {
     nb::gil_scoped_release release;
-    AttentionScratch scratch;
+    static AttentionScratch scratch;  // kept from step to step, as a program keeps its own; teams run one at a time
     run_team([&](Team& team) { append_attention(team, batch, args, scratch); });
   }
   return nb::ndarray<nb::numpy, float, nb::ndim<2>>(out, {rows, width}, owner);
