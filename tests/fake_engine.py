@@ -96,11 +96,11 @@ class FakeEngineClient:
                 await asyncio.sleep(self.step_s * (100 if b"slow" in prompt else 1))
                 if self.death is not None:
                     raise RuntimeError(f"the engine has stopped: {self.death}")
-                yield self._step(request, prompt, stream, stats)
+                yield self.step(request, prompt, stream, stats)
         finally:
             del self.live[request.request_id]
 
-    def _step(
+    def step(
         self, request: AddRequest, prompt: bytes, stream: OutputStream, stats: SpeculationStats
     ) -> RequestOutput:
         tokens: list[int] = []
@@ -133,6 +133,40 @@ def draw(request: AddRequest, prompt: bytes, position: int) -> int:
         return TEXT[position % len(TEXT)]
     digest = hashlib.sha256(prompt + b"%d %d" % (request.params.seed or 0, position)).digest()
     return 97 + digest[0] % 26
+
+
+class FakeEngine:
+    """The same answers in the caller's process, with the interface of `Engine`."""
+
+    max_model_len = MAX_MODEL_LEN
+    vocabulary = VOCABULARY
+
+    def __init__(self) -> None:
+        self._client = FakeEngineClient(EngineConfig(), lambda reason: None)
+        self._running: dict[str, tuple[AddRequest, bytes, OutputStream, SpeculationStats]] = {}
+        self.cancelled: list[str] = []
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._running)
+
+    def add_request(self, request: AddRequest) -> None:
+        prompt = bytes(request.prompt_token_ids)
+        max_tokens = min(request.params.max_tokens or MAX_MODEL_LEN, MAX_MODEL_LEN - len(prompt))
+        self._client.live[request.request_id] = None
+        stream = OutputStream(request.params, max_tokens, VOCABULARY)
+        self._running[request.request_id] = (request, prompt, stream, SpeculationStats())
+
+    def step(self) -> list[RequestOutput]:
+        outputs = [self._client.step(*parts) for parts in self._running.values()]
+        for output in outputs:
+            if output.finish_reason is not None:
+                del self._running[output.request_id]
+        return outputs
+
+    def cancel(self, request_ids: list[str]) -> list[RequestOutput]:
+        self.cancelled += [name for name in request_ids if self._running.pop(name, None)]
+        return []
 
 
 def main() -> int:

@@ -243,6 +243,7 @@ def _wanted(request: Request, body: GenerationRequest, *, logprobs: bool, top: i
         usage=body.include_usage,
         speculation=bool(asked),
         sources="detailed" in (body.return_speculation, header),
+        received=request.state.received if request.headers.get("x-outrider-timing") == "1" else None,
     )
 
 
@@ -301,6 +302,7 @@ class EventStream(Response):
 
 
 async def _parsed(state: ServerState, request: Request, model: type[Body]) -> Body:
+    request.state.received = time.perf_counter()
     state.check_ready()
     return parse(model, await _read_body(request, state.configuration.server.max_body_bytes))
 

@@ -126,7 +126,7 @@ def _model(name: str) -> Iterator[Finding]:
     try:
         from outrider.models.loader import resolve_model
 
-        if "/" in name and not Path(name).expanduser().exists():
+        if name.count("/") == 1 and name[0] not in "/.~" and not Path(name).exists():
             yield Finding("model", f"{name} is no path here", f"get it from the hub: outrider pull {name}")
             return
         path = Path(resolve_model(name))

@@ -64,6 +64,7 @@ class Wanted:
     usage: bool = False  # a usage chunk at the end of a stream
     speculation: bool = False
     sources: bool = False  # the source of every token
+    received: float | None = None  # perf_counter() at receipt: chunks then tell seconds since, `arrival_time`
 
 
 class Answer:
@@ -126,6 +127,8 @@ class Answer:
         ]
         if output.finish_reason is not None or wanted.token_ids or wanted.sources:
             parts.append(self._extras(index, output, first))
+        if wanted.received is not None:
+            parts.append(b',"arrival_time":%.6f' % (time.perf_counter() - wanted.received))
         parts.append(b"}]")
         if wanted.speculation and output.finish_reason is not None and self.is_finished:
             parts.append(b',"speculation":' + encode(self.speculation()))
