@@ -61,8 +61,9 @@ class Target:
 
     @property
     def headers(self) -> dict[str, str]:
-        # The header asks Outrider for its speculation figures; other servers do not look at it.
-        headers = {"Content-Type": "application/json", "X-Outrider-Speculation": "1"}
+        # Two headers ask Outrider for its figures and its clock; other servers do not look at them.
+        headers = {"Content-Type": "application/json"}
+        headers |= {"X-Outrider-Speculation": "1", "X-Outrider-Timing": "1"}
         if self.api_key:
             headers["Authorization"] = f"Bearer {self.api_key}"
         return headers
@@ -71,8 +72,8 @@ class Target:
 def build_payload(target: Target, item: Item, seed: int | None = None) -> dict[str, Any]:
     """The request body: the data set's fields, with the target's merged over them.
 
-    With the completion backend a chat item is sent as its last message's text. Token ids go to the
-    chat backend as `prompt_token_ids` beside one empty message, as FastDeploy's client does it.
+    With the completion backend a chat item is sent as its last message's text. The chat backend gets
+    token ids as `prompt_token_ids`, which not every server knows.
     """
     payload: dict[str, Any] = {
         "model": target.model,
@@ -84,7 +85,7 @@ def build_payload(target: Target, item: Item, seed: int | None = None) -> dict[s
     elif item.token_ids is None:
         payload["messages"] = item.messages
     else:
-        payload["messages"] = [{"role": "user", "content": ""}]
+        payload["messages"] = []
         payload["prompt_token_ids"] = item.token_ids
     if item.max_tokens is not None:
         payload["max_tokens"] = item.max_tokens

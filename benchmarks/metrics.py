@@ -183,11 +183,11 @@ def _per_position(told: Sequence[Mapping[str, Any]]) -> list[float | None] | Non
     """Acceptance of the first, second, ... draft token, of those drafted."""
     totals: list[list[int]] = []
     for one in told:
-        for position, (drafted, accepted) in enumerate(one.get("per_position") or ()):
+        for position, counts in enumerate(one.get("per_position") or ()):
             if position == len(totals):
                 totals.append([0, 0])
-            totals[position][0] += drafted
-            totals[position][1] += accepted
+            totals[position][0] += counts["draft_tokens"]
+            totals[position][1] += counts["accepted_tokens"]
     return [accepted / drafted if drafted else None for drafted, accepted in totals] or None
 
 

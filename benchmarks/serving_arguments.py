@@ -121,7 +121,7 @@ def _add_output(parser: argparse.ArgumentParser, metrics: Sequence[str]) -> None
     group.add_argument(
         "--goodput", nargs="+", default=[], metavar="NAME:MS", help="ttft:200 tpot:50 e2el:5000"
     )
-    group.add_argument("--result-dir", type=Path, default=Path("benchmark_results"))
+    group.add_argument("--result-dir", type=Path, default=Path("results"))
     group.add_argument("--result-filename", help="default: backend, rate, concurrency, model and time")
     group.add_argument("--save-detailed", action="store_true", help="also every request's figures and text")
     group.add_argument("--no-save", action="store_true", help="the table only")

@@ -21,7 +21,7 @@ SPECULATION = {
     "steps": 3,
     "draft_tokens": 4,
     "accepted_tokens": 2,
-    "per_position": [[3, 2], [1, 0]],
+    "per_position": [{"draft_tokens": 3, "accepted_tokens": 2}, {"draft_tokens": 1, "accepted_tokens": 0}],
 }
 
 

@@ -183,6 +183,20 @@ def test_speculation_is_reported_when_asked_for(url: str) -> None:
     assert events[-1]["speculation"] == answer["speculation"] and "speculation" not in events[0]
 
 
+def test_a_stream_tells_the_servers_clock_when_asked_to(url: str) -> None:
+    body = {"messages": HELLO, "max_tokens": 4, "temperature": 0, "stream": True}
+
+    def choices(headers: dict[str, str]) -> list[dict[str, Any]]:
+        text = HTTP.post(url + CHAT, json=body, headers=headers).text
+        return [
+            json.loads(line[6:])["choices"][0] for line in text.split("\n\n") if line.startswith("data: {")
+        ]
+
+    times = [choice["arrival_time"] for choice in choices({"X-Outrider-Timing": "1"})]
+    assert times[0] > 0 and times == sorted(times)
+    assert not any("arrival_time" in choice for choice in choices({}))
+
+
 def test_fields_that_ask_for_nothing_are_no_error(url: str) -> None:
     neutral = {
         "tools": None,

@@ -51,7 +51,7 @@ def test_payload_layers_are_merged_the_stronger_last() -> None:
     assert build_payload(Target("http://x", "openai", "m"), ids)["prompt"] == [5, 6]
     assert build_payload(Target("http://x", "openai", "m"), item)["prompt"] == "q"
     chat = build_payload(Target("http://x", "openai-chat", "m"), ids)
-    assert chat["prompt_token_ids"] == [5, 6] and chat["messages"] == [{"role": "user", "content": ""}]
+    assert chat["prompt_token_ids"] == [5, 6] and chat["messages"] == []
     assert Target("http://x/", "openai", "m").url == "http://x/v1/completions"
 
 

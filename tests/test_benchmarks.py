@@ -186,7 +186,16 @@ def test_summary_reports_times_in_ms_and_lengths_as_they_are() -> None:
 
 
 def test_acceptance_comes_from_the_answers_when_all_tell() -> None:
-    told = {"steps": 4, "draft_tokens": 6, "accepted_tokens": 3, "per_position": [[4, 3], [2, 0], [1, 1]]}
+    told = {
+        "steps": 4,
+        "draft_tokens": 6,
+        "accepted_tokens": 3,
+        "per_position": [
+            {"draft_tokens": 4, "accepted_tokens": 3},
+            {"draft_tokens": 2, "accepted_tokens": 0},
+            {"draft_tokens": 1, "accepted_tokens": 1},
+        ],
+    }
     run = make_run(make_record(speculation=SPECULATION), make_record(speculation=told), counters=COUNTERS)
     figures = acceptance([run])
     assert figures is not None and figures["from"] == "answers"
