@@ -25,7 +25,7 @@ from outrider.engine.state import Request
 from outrider.request import SamplingParams
 
 BLOCK_SIZE = 2
-NUM_BLOCKS = 8
+NUM_BLOCKS = 5
 
 
 class NoState:
@@ -85,7 +85,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.live.append(request)
         return request
 
-    @rule(request=requests, num_tokens=st.integers(1, 4), draft=st.lists(st.integers(0, 1), max_size=4))
+    @rule(request=requests, num_tokens=st.integers(1, 9), draft=st.lists(st.integers(0, 1), max_size=4))
     def compute(self, request: Request, num_tokens: int, draft: list[int]) -> None:
         """A step: some of its tokens and, if it reaches their end, drafts, all of which are rejected."""
         if request not in self.live:
@@ -137,7 +137,7 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 def test_no_request_ever_reads_another_ones_data() -> None:
-    run_state_machine_as_test(CacheMachine, settings=settings(max_examples=120, stateful_step_count=40))
+    run_state_machine_as_test(CacheMachine, settings=settings(max_examples=60, stateful_step_count=40))
 
 
 def filled(manager: KVCacheManager, request: Request) -> Request:
