@@ -130,6 +130,8 @@ void bind_gemm(nb::module_& m) {
       .def_prop_ro("kind", [](const PackedWeight& weight) { return kind_name(weight.kind()); })
       .def_prop_ro("nbytes", &PackedWeight::nbytes);
 
+  m.def("settle", &settle, nb::arg("weights"), nb::call_guard<nb::gil_scoped_release>(),
+        "Move weights next to each other in memory, in their order of use. Call once, when all are made.");
   m.def("linear", &linear_array, nb::arg("x"), nb::arg("weight"), nb::arg("bias") = nb::none(),
         nb::arg("norm_weight") = nb::none(), nb::arg("eps") = 0.0f, nb::arg("epilogue") = "store",
         nb::arg("row_index") = nb::none(), nb::arg("out") = nb::none(),

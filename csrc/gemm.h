@@ -32,6 +32,7 @@ class PackedWeight {
   const Impl& impl() const { return *impl_; }
 
  private:
+  friend void settle(const std::vector<PackedWeight>& weights);
   std::shared_ptr<Impl> impl_;
 };
 
@@ -45,6 +46,10 @@ PackedWeight concat(const std::vector<PackedWeight>& parts);
 // Rows of gate and up side by side, for Epilogue::silu_mul / gelu_mul: n = 2 * gate.n(). To callers its rows
 // are gate's, then up's, as concat's would be; only the memory is interleaved.
 PackedWeight interleave(const PackedWeight& gate, const PackedWeight& up);
+
+// Moves weights into one region of large pages, one after the other in the order given: the order of use, so that
+// the end of one product already fetches the beginning of the next. While nothing else uses them.
+void settle(const std::vector<PackedWeight>& weights);
 
 enum class Epilogue {
   store,     // out[r, c] = y

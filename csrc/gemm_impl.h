@@ -60,7 +60,7 @@ struct PackedWeight::Impl {
   bool has_min, paired;
   int64_t tiles, blocks;  // of 16 rows; of 32 inputs, a tile
   int64_t block_bytes;
-  std::unique_ptr<uint8_t[], void (*)(uint8_t*)> data;
+  std::shared_ptr<uint8_t> data;  // nbytes(), aligned to 64
 
   int64_t tile_bytes() const { return blocks * block_bytes; }
   int64_t nbytes() const { return tiles * tile_bytes(); }

@@ -6,6 +6,10 @@
 #include <new>
 #include <stdexcept>
 
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
 #include "gemm_impl.h"
 
 namespace outrider {
@@ -155,11 +159,11 @@ std::shared_ptr<Impl> common_weight(const std::vector<PackedWeight>& parts, bool
 Impl::Impl(WeightKind kind, int64_t n, int64_t k, bool has_min, bool paired)
     : kind(kind), n(n), k(k), has_min(has_min), paired(paired),
       tiles(paired ? ceil_div(n / 2, kTileRows / 2) : ceil_div(n, kTileRows)), blocks(ceil_div(k, kBlock)),
-      block_bytes(block_bytes_of(kind, has_min)), data(nullptr, [](uint8_t* p) { std::free(p); }) {
+      block_bytes(block_bytes_of(kind, has_min)) {
   if (n <= 0 || k <= 0)
     throw std::invalid_argument("a weight needs n > 0 and k > 0, got n=" + std::to_string(n) +
                                 " k=" + std::to_string(k));
-  data.reset(static_cast<uint8_t*>(std::aligned_alloc(64, size_t(ceil_div(nbytes(), 64) * 64))));
+  data.reset(static_cast<uint8_t*>(std::aligned_alloc(64, size_t(ceil_div(nbytes(), 64) * 64))), std::free);
   if (!data) throw std::bad_alloc();
   std::memset(data.get(), 0, size_t(nbytes()));
 }
@@ -207,6 +211,25 @@ PackedWeight interleave(const PackedWeight& gate, const PackedWeight& up) {
     copy_row(up.impl(), r, *impl, gate.n() + r);
   }
   return PackedWeight(std::move(impl));
+}
+
+void settle(const std::vector<PackedWeight>& weights) {
+  constexpr int64_t kPage = 2 << 20;
+  int64_t total = 0;
+  for (const PackedWeight& weight : weights) total += ceil_div(weight.nbytes(), 64) * 64;
+  if (total == 0) return;
+  total = ceil_div(total, kPage) * kPage;
+  std::shared_ptr<uint8_t> region(static_cast<uint8_t*>(std::aligned_alloc(kPage, size_t(total))), std::free);
+  if (!region) throw std::bad_alloc();
+#ifdef __linux__
+  madvise(region.get(), size_t(total), MADV_HUGEPAGE);
+#endif
+  int64_t offset = 0;
+  for (const PackedWeight& weight : weights) {
+    std::memcpy(region.get() + offset, weight.impl_->data.get(), size_t(weight.nbytes()));
+    weight.impl_->data = std::shared_ptr<uint8_t>(region, region.get() + offset);
+    offset += ceil_div(weight.nbytes(), 64) * 64;
+  }
 }
 
 void dequantize_row(const Impl& weight, int64_t row, float* out) {

@@ -290,6 +290,7 @@ def test_non_finite_values_reach_the_result():
 def test_wrong_arguments_say_what_is_wrong():
     weight = PackedWeight.quantize(np.ones((4, 32), np.float32), 8)
     x = np.ones((2, 32), np.float32)
+    narrower = PackedWeight.quantize(x[:, :16].copy(), 8)
     for call, words in [
         (lambda: PackedWeight.pack("q3_k", np.zeros(10, np.uint8), 1, 32), "q4_0, q4_1"),
         (lambda: PackedWeight.pack("q8_0", np.zeros(33, np.uint8), 1, 32), "34 bytes, got 33"),
@@ -337,3 +338,13 @@ def test_every_instruction_set_gives_the_same_bits(isa):
         check=True,
     )
     assert child.stdout == every_product()
+
+
+def test_settle_changes_no_bit():
+    rng = make_rng("settle")
+    weights = [packed(fmt, 33, 96, rng)[0] for fmt in FORMATS]
+    x = activations(5, 96, rng)
+    before = [_native.linear(x, w) for w in weights]
+    _native.settle(weights)
+    for w, y in zip(weights, before, strict=True):
+        np.testing.assert_array_equal(_native.linear(x, w), y)
