@@ -181,7 +181,8 @@ def plot(path: Path, variants: Mapping[str, Sequence[Run]], title: str) -> bool:
                 for value in request_metrics(r)[metric]
             )
             if values:
-                axis.plot(values, [(i + 1) / len(values) for i in range(len(values))], label=name)
+                shares = [(i + 1) / len(values) for i in range(len(values))]
+                axis.step(values, shares, where="post", label=name)
         axis.set_xlabel(f"{LABELS[metric]} ({metric}), ms")
         axis.set_ylabel("share of values at or below")
         axis.set_ylim(0, 1.02)

@@ -17,6 +17,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 
 from benchmarks import (  # noqa: E402
+    benchmark_engine,
     benchmark_kernels,
     benchmark_peers,
     machine,
@@ -166,6 +167,22 @@ def test_row_counts_take_turns_and_figures_follow_from_the_times() -> None:
     assert (one["ratio"], four["ratio"]) == (1, 2.5)
     assert (one["gb_s"], one["read_share"], one["tokens_s"]) == (10, 0.5, 10)
     assert four["gmac_s_core"] == pytest.approx(4 * 2 / 0.25 / 2)
+
+
+def test_what_the_engine_adds_is_the_step_without_the_model() -> None:
+    steps = [{"step": 0.010, "model": 0.008, "sampler": 0.001}, {"step": 0.020, "model": 0.019}]
+    figures = benchmark_engine.summary_of([*steps, {"step": 0.010, "model": 0.009, "propose": 0.0005}])
+    assert (figures["step"], figures["model"]) == (10, 9)
+    assert figures["overhead"] == pytest.approx(1.0) and figures["overhead_share"] == pytest.approx(0.1)
+    assert figures["rest"] == pytest.approx(1.0) and figures["sampler"] == 0
+
+
+@pytest.mark.model
+def test_the_engine_benchmark_times_every_part(tmp_path: Path) -> None:
+    flags = ["--batch", "1", "--methods", "ngram", "--steps", "3", "--repetitions", "1", "--quiet", "0"]
+    assert benchmark_engine.main([*flags, "--kv-blocks", "300", "--json", str(tmp_path / "e.json")]) == 0
+    [row] = json.loads((tmp_path / "e.json").read_text())["rows"]
+    assert all(row[part] > 0 for part in ("step", "rest", *benchmark_engine.PARTS))
 
 
 @pytest.mark.model

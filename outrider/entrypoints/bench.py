@@ -12,6 +12,7 @@ import outrider
 SCRIPTS = {
     "serving": "load on a server: latencies, throughput, acceptance",
     "kernels": "cost of a decode step by rows, against the machine's ceilings",
+    "engine": "what scheduling, sampling and drafting add to the model's step",
     "peers": "Outrider and other engines on the same file, prompts and threads",
 }
 

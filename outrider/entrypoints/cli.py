@@ -13,7 +13,7 @@ COMMANDS = {
     "chat": "chat in the terminal; tokens that came from drafts are coloured",
     "generate": "answer a prompt, or every line of a JSONL file",
     "doctor": "say what works on this machine, what does not, and what to do",
-    "bench": "run a benchmark: serving, kernels or peers",
+    "bench": "run a benchmark: serving, kernels, engine or peers",
     "pull": "get a model: built-in name, hub id or path",
 }
 
