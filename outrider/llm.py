@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from outrider.config import DEFAULT_MODEL, EngineConfig
@@ -61,6 +62,7 @@ class LLM:
         self.config = EngineConfig.from_dict({"model": model, **config})
         checkpoint = load(self.config)
         self.tokenizer = checkpoint.tokenizer
+        self._chat_template = _read_template(self.config.chat_template)
         self.engine = build_engine(self.config, checkpoint)
         self._ids = itertools.count()
 
@@ -102,7 +104,7 @@ class LLM:
         """One answer for each list of messages; `template` are keywords of `apply_chat_template`."""
         is_one = len(conversations) > 0 and isinstance(conversations[0], Mapping)
         many: Sequence[Any] = [conversations] if is_one else conversations
-        template.setdefault("chat_template", self.config.chat_template)
+        template.setdefault("chat_template", self._chat_template)
         texts = [self.tokenizer.apply_chat_template(messages, **template) for messages in many]
         token_ids = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
         return self._run(token_ids, params, use_progress_bar)
@@ -147,6 +149,13 @@ class LLM:
             if bar is not None:
                 bar.close()
         return increments
+
+
+def _read_template(template: str | None) -> str | None:
+    """A chat template as configured: a file's path, or the text itself."""
+    if template is None or "{" in template:
+        return template
+    return Path(template).read_text(encoding="utf-8")
 
 
 def _progress_bar(total: int) -> Any:

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from outrider.engine.scheduler import StepResult
+from outrider.engine.scheduler import Plan, StepResult
 from outrider.engine.state import Request
 from outrider.spec_decode.proposer import NO_DRAFTS, Drafts, NoProposer, Proposer, draft_limit
 
@@ -20,8 +20,10 @@ logger = logging.getLogger(__name__)
 class DraftController(Protocol):
     """Decides how many of the proposed nodes are worth verifying."""
 
-    def admit(self, proposals: Sequence[Drafts], num_requests: int) -> list[Drafts]: ...
-    def observe(self, results: Sequence[StepResult]) -> None: ...
+    def admit(
+        self, proposals: Sequence[Drafts], num_requests: int, other_rows: int = 0, context: int = 0
+    ) -> list[Drafts]: ...
+    def observe_step(self, rows: int, context: int, seconds: float) -> None: ...
     def stats(self) -> dict[str, Any]: ...
 
 
@@ -51,9 +53,6 @@ class Drafting:
         if not self.is_active:
             return
         self._guarded("observe", lambda: self.proposer.observe(results, hidden))
-        controller = self.controller
-        if controller is not None:
-            self._guarded("controller", lambda: controller.observe(results))
         for result in results:
             if result.request.is_finished:
                 self.forget(result.request_id)
@@ -70,21 +69,34 @@ class Drafting:
             stats["controller"] = self._guarded("stats", self.controller.stats) or {}
         return stats
 
-    def propose(self, running: Sequence[Request]) -> None:
-        """Set the drafts of the running requests that are generating."""
+    def observe_step(self, plan: Plan, seconds: float) -> None:
+        """Tell how long a step took, from planning to drafting."""
+        controller = self.controller
+        if controller is not None and self.is_active:
+            rows = sum(row.num_tokens for row in plan.rows)
+            context = sum(row.start for row in plan.rows) // len(plan.rows)
+            self._guarded("controller", lambda: controller.observe_step(rows, context, seconds))
+
+    def propose(self, running: Sequence[Request], num_prompt_rows: int = 0) -> None:
+        """Set the drafts of the running requests that are generating. About `num_prompt_rows` rows of
+        prompts will stand beside them in the next step."""
         if not self.is_active:
             return
-        requests: list[Request] = []
-        limits: list[int] = []
-        for request in running:
-            limit = self._limit(request)
-            if limit > 0 and request.is_caught_up:
-                requests.append(request)
-                limits.append(limit)
-        if requests:
-            proposals = self._guarded("propose", lambda: self._checked_proposals(requests, limits))
-            for request, drafts in zip(requests, proposals or [], strict=False):
-                request.drafts = drafts
+        generating = [request for request in running if request.is_caught_up]
+        limited = [(request, limit) for request in generating if (limit := self._limit(request)) > 0]
+        if not limited:
+            return
+        requests, limits = zip(*limited, strict=True)
+        context = sum(request.num_tokens for request in generating) // len(generating)
+
+        def propose() -> list[Drafts]:
+            proposals = self._checked_proposals(requests, limits)
+            if self.controller is None:
+                return proposals
+            return self.controller.admit(proposals, len(generating), num_prompt_rows, context)
+
+        for request, drafts in zip(requests, self._guarded("propose", propose) or [], strict=False):
+            request.drafts = drafts
 
     def _limit(self, request: Request) -> int:
         # The last token a request may get needs no draft: the model gives it anyway.
@@ -92,14 +104,11 @@ class Drafting:
         override = draft_limit(request.params, self._method, limit)
         return override.max_tokens if override.wanted else 0
 
-    def _checked_proposals(self, requests: list[Request], limits: list[int]) -> list[Drafts]:
+    def _checked_proposals(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Drafts]:
         proposals = self.proposer.propose(requests, limits)
         if len(proposals) != len(requests):
             raise ValueError(f"{len(requests)} requests need as many drafts, got {len(proposals)}")
-        checked = [self._check(drafts, limit) for drafts, limit in zip(proposals, limits, strict=True)]
-        if self.controller is None:
-            return checked
-        return [_first_path(drafts) for drafts in self.controller.admit(checked, len(requests))]
+        return [self._check(drafts, limit) for drafts, limit in zip(proposals, limits, strict=True)]
 
     def _check(self, drafts: Drafts, limit: int) -> Drafts:
         """The drafts, or none if they are not what a proposer may return."""

@@ -126,8 +126,10 @@ class Engine:
         sampled = self.sampler.sample(output.logits, batch.sampling)
         results = self.scheduler.update(plan, verify_plan(plan, sampled.token_ids, self._accept_policy))
         self.drafting.observe(results, output.hidden)
-        self.drafting.propose(self.scheduler.running)
-        self.metrics.observe_step(results, begin, time.monotonic())
+        self.drafting.propose(self.scheduler.running, self.scheduler.num_prompt_tokens_next())
+        end = time.monotonic()
+        self.drafting.observe_step(plan, end - begin)
+        self.metrics.observe_step(results, begin, end)
 
         outputs = []
         for result in results:

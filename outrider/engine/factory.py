@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from outrider.backends import make_backend
-from outrider.config import EngineConfig, SpeculativeConfig
+from outrider.config import EngineConfig
+from outrider.engine.calibrate import StepTimer, calibrate
 from outrider.engine.drafting import Drafting
 from outrider.engine.engine import Engine
 from outrider.engine.kv_cache import KVCacheManager
@@ -20,7 +21,8 @@ from outrider.engine.scheduler import Scheduler
 from outrider.models.loader import Checkpoint, load_checkpoint
 from outrider.models.registry import build_function, weight_plan
 from outrider.sampling.sampler import Sampler
-from outrider.spec_decode.proposer import MOST_DRAFT_TOKENS, make_proposer
+from outrider.spec_decode.controller import Controller, StepCost
+from outrider.spec_decode.proposer import MOST_DRAFT_TOKENS, NoProposer, make_proposer
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +49,7 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint | None = None) -> 
     max_num_logits = min(max(config.max_num_seqs, _LOGITS_ROWS), config.max_num_batched_tokens)
     plan = _plan_memory(config, checkpoint, max_num_logits)
     logger.info("%s", plan.describe())
-    executable = _compile(config, checkpoint, plan, max_num_logits)
+    runner = Runner(_compile(config, checkpoint, plan, max_num_logits))
     scheduler = Scheduler(
         KVCacheManager(plan.num_blocks, plan.block_size, config.enable_prefix_caching),
         max_num_seqs=config.max_num_seqs,
@@ -55,11 +57,12 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint | None = None) -> 
         max_num_logits=max_num_logits,
         enable_chunked_prefill=config.enable_chunked_prefill,
     )
+    sampler = Sampler()
     return Engine(
         scheduler=scheduler,
-        runner=Runner(executable),
-        sampler=Sampler(),
-        drafting=_drafting(config.speculative_config, model.vocab_size),
+        runner=runner,
+        sampler=sampler,
+        drafting=_drafting(config, checkpoint, plan, runner, sampler),
         vocabulary=vocabulary_of(checkpoint),
         max_model_len=plan.max_model_len,
         seed=config.seed,
@@ -109,7 +112,7 @@ def _plan_memory(config: EngineConfig, checkpoint: Checkpoint, max_num_logits: i
 def _compile(config: EngineConfig, checkpoint: Checkpoint, plan: MemoryPlan, max_num_logits: int) -> Any:
     model = checkpoint.config
     name = "native" if config.backend == "auto" else config.backend
-    backend = make_backend(name, num_threads=config.num_threads or physical_cores())
+    backend = make_backend(name, num_threads=_num_threads(config))
     weights = {
         handle: backend.weight([checkpoint.tensors[name] for name in names], _quantization_of(handle, config))
         for handle, names in weight_plan(model).items()
@@ -134,13 +137,41 @@ def _quantization_of(handle: str, config: EngineConfig) -> str | None:
     return None if chosen in (None, "none") else chosen
 
 
-def _drafting(config: SpeculativeConfig, vocab_size: int) -> Drafting:
+def _drafting(
+    config: EngineConfig, checkpoint: Checkpoint, plan: MemoryPlan, runner: Runner, sampler: Sampler
+) -> Drafting:
+    speculative = config.speculative_config
+    proposer = make_proposer(speculative)
+    controller = None
+    if speculative.adaptive and not isinstance(proposer, NoProposer):
+        key: dict[str, str | int] = {
+            "model": os.path.abspath(checkpoint.path),
+            "size": _size_on_disk(checkpoint.path),
+            "quantization": str(config.quantization),
+            "backend": config.backend,
+            "kv_cache_dtype": config.kv_cache_dtype,
+            "block_size": plan.block_size,
+            "num_threads": _num_threads(config),
+        }
+        calibration = calibrate(
+            StepTimer(runner, sampler, plan.block_size),
+            key,
+            max_rows=min(config.max_num_batched_tokens, _LOGITS_ROWS),
+            max_context=plan.max_model_len,
+        )
+        controller = Controller(StepCost(calibration))
+        runner.seconds = 0.0
     return Drafting(
-        make_proposer(config),
-        method="ngram" if config.method == "auto" else config.method,
-        max_draft_tokens=config.num_speculative_tokens or MOST_DRAFT_TOKENS,
-        vocab_size=vocab_size,
+        proposer,
+        method="ngram" if speculative.method == "auto" else speculative.method,
+        max_draft_tokens=speculative.num_speculative_tokens or MOST_DRAFT_TOKENS,
+        vocab_size=checkpoint.config.vocab_size,
+        controller=controller,
     )
+
+
+def _num_threads(config: EngineConfig) -> int:
+    return config.num_threads or physical_cores()
 
 
 def _size_on_disk(path: str) -> int:

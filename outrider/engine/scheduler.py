@@ -108,6 +108,13 @@ class Scheduler:
         """The most tokens one request can ever have computed."""
         return self.kv_cache.num_blocks * self.kv_cache.block_size
 
+    def num_prompt_tokens_next(self) -> int:
+        """About how many tokens of prompts will stand beside the generating requests in the next step."""
+        num_tokens = sum(r.num_tokens - r.num_computed_tokens for r in self.running if not r.is_caught_up)
+        if self.waiting and len(self.running) < self.max_num_seqs:
+            num_tokens += self.waiting[0].num_tokens
+        return min(num_tokens, self.max_prompt_tokens_beside_decode)
+
     def add(self, request: Request) -> None:
         """Let `request` wait for its turn. It must fit into an empty cache to its last token."""
         self._num_arrivals += 1
@@ -256,7 +263,7 @@ class Scheduler:
 def _row(request: Request, num_tokens: int) -> PlanRow:
     start = request.num_computed_tokens
     num_drafts = start + num_tokens - request.num_tokens
-    drafts = request.drafts.select(range(num_drafts)) if num_drafts > 0 else NO_DRAFTS
+    drafts = request.drafts.first(num_drafts) if num_drafts > 0 else NO_DRAFTS
     return PlanRow(request, start, num_tokens, drafts, num_drafts >= 0)
 
 
