@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import random
 
-_WORDS = (
+
+def _split(text: str) -> list[str]:
+    return text.split()
+
+
+_WORDS = _split(
     "the quick brown fox isn't they're WE'LL don’t naïve café Ångström straße İstanbul ﬁnance x² ½ №5 ① Ⅷ "
-    "привет мир Ελλάδα שלום עולם مرحبا بالعالم नमस्ते दुनिया สวัสดีชาวโลก 你好 世界 日本語のテキスト カタカナ 한국어 문장 "
-    "tiếng Việt e\u0301 a\u0308 Z\u0351\u036b\u0343 ǆ ʻokina ’tis rock'n'roll co-op snake_case camelCase HTTPServer "
-    "supercalifragilisticexpialidocious zzzzzzzzqqqq AAAAAAAA 0xDEADBEEF user@example.com https://a.b/c?d=e&f#g"
-).split()
+    "привет мир Ελλάδα שלום עולם مرحبا بالعالم नमस्ते दुनिया สวัสดีชาวโลก 你好 世界 日本語のテキスト "
+    "カタカナ 한국어 문장 tiếng Việt e\u0301 a\u0308 Z\u0351\u036b\u0343 ǆ ʻokina ’tis rock'n'roll co-op "
+    "snake_case camelCase HTTPServer supercalifragilisticexpialidocious zzzzzzzzqqqq AAAAAAAA 0xDEADBEEF "
+    "user@example.com https://a.b/c?d=e&f#g"
+)
 _CODE = (
     "def f(x: int) -> int:\n    return x ** 2\n",
     "for (int i = 0; i < n; ++i) {\n\t\tsum += a[i];\n\t}\n",
@@ -22,8 +28,10 @@ _CODE = (
     "$ git commit -m 'fix: 42' && echo $?\n",
     "\\frac{\\partial u}{\\partial t} = \\alpha \\nabla^2 u",
 )
-_EMOJI = "😀 👍🏽 👨‍👩‍👧‍👦 🏳️‍🌈 🇫🇷 ❤️ ☃ ✅ 🧑🏿‍💻 ♟︎ 1️⃣ 🫠".split()
-_PUNCTUATION = "... !!! ?! -- — – ( ) [] {} <> \" ' “ ” ‘ ’ « » 、 。 ！ ？ · • § ¶ † % ‰ € £ ¥ ₿ ± × ÷ ≈ ∞ → ∑ √ ∂".split()
+_EMOJI = _split("😀 👍🏽 👨‍👩‍👧‍👦 🏳️‍🌈 🇫🇷 ❤️ ☃ ✅ 🧑🏿‍💻 ♟︎ 1️⃣ 🫠")
+_PUNCTUATION = _split(
+    "... !!! ?! -- — – ( ) [] {} <> \" ' “ ” ‘ ’ « » 、 。 ！ ？ · • § ¶ † % ‰ € £ ¥ ₿ ± × ÷ ≈ ∞ → ∑ √ ∂"
+)
 _SPACES = (
     " ",
     "  ",
