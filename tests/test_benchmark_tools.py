@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -25,6 +26,7 @@ from benchmarks import (  # noqa: E402
 from benchmarks.client import Record  # noqa: E402
 from benchmarks.peers import Peer, find_peers, outrider_peer  # noqa: E402
 from benchmarks.workload import Item  # noqa: E402
+from outrider.config import EngineConfig, SpeculativeConfig, load  # noqa: E402
 
 FAKE_SERVER = ROOT / "tests" / "fake_openai_server.py"
 
@@ -216,6 +218,20 @@ def test_every_yaml_is_a_mapping_and_says_what_it_is_for() -> None:
     for path in files:
         assert path.read_text().startswith("# "), path
         assert isinstance(yaml.safe_load(path.read_text()), dict), path
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "benchmarks" / "yaml").glob("*.yaml")), ids=lambda path: path.stem
+)
+def test_a_configuration_starts_or_names_the_feature_it_waits_for(path: Path) -> None:
+    """Every key is known, and nothing but a feature that this version lacks keeps a file from loading."""
+    if path.stem in ("smollm2-135m-off", "smollm2-135m-ngram"):
+        assert load(config_file=path, flags={}).engine.model == "smollm2-135m"
+        return
+    values = yaml.safe_load(path.read_text())
+    speculative = values.pop("speculative_config")
+    assert set(values) <= {field.name for field in dataclasses.fields(EngineConfig)}
+    assert set(speculative) <= {field.name for field in dataclasses.fields(SpeculativeConfig)}
 
 
 def test_foreign_work_is_seen_and_own_work_is_not_foreign() -> None:
