@@ -306,6 +306,16 @@ def _build_from(cls: Any, values: Mapping[str, Any], origins: Mapping[str, str])
         raise ConfigError(str(error) if origin == "flag" else f"{origin}: {error}") from None
 
 
+def read_chat_template(value: str) -> str:
+    """The text of a chat template that is configured as text or as the path of a file."""
+    if "{" in value:
+        return value
+    try:
+        return Path(value).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the chat template {value}: {error}; change --chat-template") from None
+
+
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """A YAML mapping; refuses what is no mapping or names a key twice. An empty file is an empty one."""
     import yaml

@@ -27,7 +27,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from outrider import __version__
-from outrider.config import ConfigError, Configuration, EngineConfig, ServerConfig
+from outrider.config import ConfigError, Configuration, EngineConfig, ServerConfig, read_chat_template
 
 if TYPE_CHECKING:
     import uvicorn
@@ -261,16 +261,6 @@ def _real_tokenizer(config: EngineConfig) -> Tokenizer:
     if config.chat_template is not None:
         tokenizer.chat_template = read_chat_template(config.chat_template)
     return tokenizer
-
-
-def read_chat_template(value: str) -> str:
-    """A chat template given as text or as the path of a file."""
-    if "{" in value:
-        return value
-    try:
-        return Path(value).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the chat template {value}: {error}; change --chat-template") from None
 
 
 if __name__ == "__main__":

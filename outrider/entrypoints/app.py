@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-import hmac
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, Response
-from starlette.exceptions import HTTPException
 
 from outrider import __version__
 from outrider.config import Configuration
 from outrider.entrypoints.errors import ApiError, bad_request
-from outrider.entrypoints.generation import ClientGoneError, Engine, Gate, Generation
+from outrider.entrypoints.generation import Engine, Gate, Generation
+from outrider.entrypoints.http_edge import add_edge, json_response, read_body
 from outrider.entrypoints.metrics import CONTENT_TYPE, render
 from outrider.entrypoints.prepare import Prepared, Preparer
 from outrider.entrypoints.protocol import (
@@ -46,8 +44,6 @@ BODIES: dict[str, type[WireModel]] = {
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
-# Served to anyone; everything else needs a key when keys are configured.
-OPEN_PATHS = frozenset({"/", "/health", "/ping", "/metrics", "/version", "/docs", "/openapi.json"})
 
 
 @dataclass
@@ -82,11 +78,7 @@ def create_app(state: ServerState) -> FastAPI:
     """The application over `state`; it serves from the start and answers 503 until the engine is there."""
     app = FastAPI(title="Outrider", version=__version__, docs_url=None, redoc_url=None)
     app.openapi = _openapi(app)  # type: ignore[method-assign]
-    app.add_middleware(KeyCheck, keys=state.configuration.server.api_key)
-    app.add_exception_handler(ApiError, _on_api_error(state))
-    app.add_exception_handler(ClientGoneError, _on_client_gone)
-    app.add_exception_handler(HTTPException, _on_http_error)
-    app.add_exception_handler(Exception, _on_crash)
+    add_edge(app, state.configuration.server.api_key, state.gate.count_failure)
     _add_generation_routes(app, state)
     _add_token_routes(app, state)
     _add_state_routes(app, state)
@@ -120,7 +112,7 @@ def _add_generation_routes(app: FastAPI, state: ServerState) -> None:
         ids = [name for name in (running if body.abort_all else body.request_ids or []) if name in running]
         for request_id in ids:
             running[request_id].abort()
-        return _json({"aborted": ids})
+        return json_response({"aborted": ids})
 
 
 def _add_token_routes(app: FastAPI, state: ServerState) -> None:
@@ -135,7 +127,7 @@ def _add_token_routes(app: FastAPI, state: ServerState) -> None:
         }  # fmt: skip
         if body.return_token_strs:
             content["token_strs"] = [preparer.token_bytes[i].decode("utf-8", "replace") for i in ids]
-        return _json(content)
+        return json_response(content)
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
@@ -144,7 +136,7 @@ def _add_token_routes(app: FastAPI, state: ServerState) -> None:
         preparer = state.parts()[1]
         preparer.check_model(body.model)
         preparer.check_ids(body.tokens, "tokens")
-        return _json({"prompt": preparer.tokenizer.decode(body.tokens, skip_special_tokens=False)})
+        return json_response({"prompt": preparer.tokenizer.decode(body.tokens, skip_special_tokens=False)})
 
 
 def _add_state_routes(app: FastAPI, state: ServerState) -> None:
@@ -160,19 +152,19 @@ def _add_state_routes(app: FastAPI, state: ServerState) -> None:
     @app.get("/v1/models")
     async def models() -> Response:
         """The models served: one."""
-        return _json({"object": "list", "data": [model_card()]})
+        return json_response({"object": "list", "data": [model_card()]})
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
         """The model of that name."""
         state.parts()[1].check_model(name)
-        return _json(model_card())
+        return json_response(model_card())
 
     @app.get("/v1/speculation")
     async def speculation() -> Response:
         """What speculation does now: sources, acceptance, the controller's decisions."""
         stats = await state.parts()[0].stats()
-        return _json(_speculation_view(stats))
+        return json_response(_speculation_view(stats))
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -185,17 +177,17 @@ def _add_state_routes(app: FastAPI, state: ServerState) -> None:
     async def health() -> Response:
         """200 when requests can be served, else 503."""
         state.check_ready()
-        return _json({"status": "ready"})
+        return json_response({"status": "ready"})
 
     @app.post("/ping", include_in_schema=False)
     @app.get("/ping")
     async def ping() -> Response:
         """200 while this process lives."""
-        return _json({"status": "alive"})
+        return json_response({"status": "alive"})
 
     @app.get("/version")
     async def version() -> Response:
-        return _json({"version": __version__})
+        return json_response({"version": __version__})
 
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
@@ -304,112 +296,7 @@ class EventStream(Response):
 async def _parsed(state: ServerState, request: Request, model: type[Body]) -> Body:
     request.state.received = time.perf_counter()
     state.check_ready()
-    return parse(model, await _read_body(request, state.configuration.server.max_body_bytes))
-
-
-async def _read_body(request: Request, limit: int) -> bytes:
-    """The body; one that is too large is read to its end (within reason) but not kept.
-
-    A client that is cut off while it sends sees a broken connection instead of the error.
-    """
-    chunks: list[bytes] = []
-    size = 0
-    declared = request.headers.get("content-length", "0")
-    too_large = declared.isdecimal() and int(declared) > limit
-    while size <= 16 * limit:
-        message = await request.receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGoneError()
-        size += len(message.get("body", b""))
-        too_large = too_large or size > limit
-        if not too_large:
-            chunks.append(message.get("body", b""))
-        if not message.get("more_body"):
-            break
-    if too_large:
-        raise ApiError(
-            413, f"the request body is larger than {limit} bytes; send less or raise --max-body-bytes",
-            code="body_too_large",
-        )  # fmt: skip
-    return b"".join(chunks)
-
-
-class KeyCheck:
-    """Refuses requests without one of the keys. Plain ASGI: it costs a stream nothing."""
-
-    def __init__(self, app: Any, keys: tuple[str, ...]) -> None:
-        self._app = app
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if (
-            scope["type"] == "http"
-            and self._digests
-            and scope["path"] not in OPEN_PATHS
-            and not self._fits(scope)
-        ):
-            error = ApiError(
-                401,
-                "a valid API key is needed: send the header Authorization: Bearer <key>",
-                code="invalid_api_key",
-            )
-            await _error_response(error)(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
-
-    def _fits(self, scope: Any) -> bool:
-        header = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        scheme, _, token = header.partition(b" ")
-        digest = hashlib.sha256(token.strip()).digest()
-        # Every key is compared, so that the time tells nothing.
-        found = [hmac.compare_digest(digest, known) for known in self._digests]
-        return scheme.lower() == b"bearer" and any(found)
-
-
-def _on_api_error(state: ServerState) -> Callable[[Request, Any], Awaitable[Response]]:
-    async def handle(request: Request, error: ApiError) -> Response:
-        if request.url.path in ("/v1/chat/completions", "/v1/completions"):
-            state.gate.count_failure(error.code or str(error.status))
-        return _error_response(error)
-
-    return handle
-
-
-async def _on_client_gone(request: Request, error: Exception) -> Response:
-    """Nobody reads this answer; the log has it under the status that proxies use for it."""
-    logger.info("%s %s 499: the client closed the connection", request.method, request.url.path)
-    return Response(status_code=499)
-
-
-async def _on_http_error(request: Request, error: Any) -> Response:
-    """Unknown routes and methods, in the common body."""
-    method, path = request.method, request.url.path
-    if error.status_code == 404:
-        return _error_response(
-            ApiError(404, f"there is no route {method} {path}; see /docs", code="route_not_found")
-        )
-    if error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "another method")
-        message = f"{path} does not take {method}; use {allowed}"
-        response = _error_response(ApiError(405, message, code="method_not_allowed"))
-        response.headers["allow"] = allowed
-        return response
-    return _error_response(ApiError(error.status_code, str(error.detail)))
-
-
-async def _on_crash(request: Request, error: Exception) -> Response:
-    return _error_response(ApiError(500, f"internal error: {type(error).__name__}", code="internal_error"))
-
-
-def _error_response(error: ApiError) -> Response:
-    headers = {"retry-after": str(error.retry_after)} if error.retry_after else {}
-    if error.status == 401:
-        headers["www-authenticate"] = "Bearer"
-    return Response(error.encode(), error.status, headers, media_type="application/json")
-
-
-def _json(content: Any) -> Response:
-    return Response(msgspec.json.encode(content), media_type="application/json")
+    return parse(model, await read_body(request, state.configuration.server.max_body_bytes))
 
 
 def _openapi(app: FastAPI) -> Callable[[], dict[str, Any]]:

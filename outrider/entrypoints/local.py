@@ -10,8 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from outrider.config import Configuration
-from outrider.entrypoints.api_server import read_chat_template
+from outrider.config import Configuration, read_chat_template
 from outrider.entrypoints.errors import ApiError
 from outrider.entrypoints.prepare import Limits, Prepared, Preparer
 from outrider.entrypoints.protocol import ChatCompletionRequest, CompletionRequest

@@ -101,17 +101,6 @@ class Answer:
         ):
             return b""
         self._started[index] = True
-        if first and self._echo is not None:
-            text = self._echo[index // self._n] + text
-        body = encode(text)
-        if wanted.chat:
-            body = (
-                b'"delta":{"role":"assistant","content":' + body + b"}"
-                if first
-                else b'"delta":{"content":' + body + b"}"
-            )
-        else:
-            body = b'"text":' + body
         logprobs = b"null"
         if wanted.logprobs:
             logprobs = encode(self._logprobs(output.token_ids, output.logprobs or [], self._offsets[index]))
@@ -119,7 +108,7 @@ class Answer:
         parts = [
             self._chunk_head,
             b'{"index":%d,' % index,
-            body,
+            self._text(index, text, first),
             b',"logprobs":',
             logprobs,
             b',"finish_reason":',
@@ -134,6 +123,13 @@ class Answer:
             parts.append(b',"speculation":' + encode(self.speculation()))
         parts.append(b',"usage":null}\n\n' if wanted.usage else b"}\n\n")
         return b"".join(parts)
+
+    def _text(self, index: int, text: str, first: bool) -> bytes:
+        if not self.wanted.chat:
+            prefix = self._echo[index // self._n] if first and self._echo is not None else ""
+            return b'"text":' + encode(prefix + text)
+        role = b'"role":"assistant",' if first else b""
+        return b'"delta":{' + role + b'"content":' + encode(text) + b"}"
 
     def _extras(self, index: int, output: RequestOutput, first: bool) -> bytes:
         extras: dict[str, Any] = {}
