@@ -4,6 +4,7 @@
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <array>
 #include <stdexcept>
 #include <string>
@@ -121,6 +122,18 @@ nb::tuple sample(const Matrix& logits, const nb::list& state_list, const Vector<
   return nb::make_tuple(as_array(std::move(tokens)), wants_logprobs ? logprob_arrays(logprobs) : nb::none());
 }
 
+nb::object processed_logits(const Vector<float>& logits, const SamplerState& state, const std::vector<int32_t>& prefix) {
+  check_ids(prefix, "prefix");
+  int32_t largest = state.largest_id();
+  for (int32_t id : prefix) largest = std::max(largest, id);
+  require(largest < static_cast<int64_t>(logits.shape(0)), "token ids must be below the vocabulary size");
+  std::vector<float> row(logits.shape(0));
+  const TokenSpan span{prefix.data(), static_cast<int64_t>(prefix.size())};
+  const float* result = state.process(logits.data(), static_cast<int64_t>(row.size()), span, row.data());
+  if (result != row.data()) row.assign(result, result + row.size());
+  return as_array(std::move(row));
+}
+
 nb::object gumbel_noise(uint64_t seed, int64_t position, const Vector<int32_t>& token_ids) {
   const Noise noise(seed, position);
   std::vector<double> values(token_ids.shape(0));
@@ -150,6 +163,8 @@ void bind_sampling(nb::module_& m) {
         nb::arg("positions"), nb::arg("prefix_start"), nb::arg("prefix_ids"),
         "One token for each row of logits [rows, vocab], and log-probabilities (chosen, rank, start, top ids, "
         "top) when a state asks for them. A row without a distribution (NaN, +inf, all masked) gives -1.");
+  m.def("processed_logits", &processed_logits, nb::arg("logits"), nb::arg("state"), nb::arg("prefix"),
+        "One row after penalties, bias and masks, as if `prefix` had been emitted: what is drawn from.");
   m.def("gumbel_noise", &gumbel_noise, nb::arg("seed"), nb::arg("position"), nb::arg("token_ids"),
         "The noise of tokens at an absolute position: float64, a pure function of its arguments.");
   m.def("philox4x32", [](std::array<uint32_t, 4> counter, std::array<uint32_t, 2> key) {

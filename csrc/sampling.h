@@ -76,6 +76,7 @@ class SamplerState {
 // Scans over a row, per instruction set; every one gives the same bits (csrc/kernels/sampling.cpp).
 // `maxima` holds the maximum of each run of kBlock values. The scaled value of x is (x - max) * inv_t.
 constexpr int64_t kBlock = 64;
+constexpr float kNoWeight = -22.0f;  // the weight of smaller scaled values is 0
 inline __attribute__((always_inline)) int64_t num_blocks(int64_t n) { return (n + kBlock - 1) / kBlock; }
 
 struct SamplingKernels {

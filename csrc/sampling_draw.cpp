@@ -15,6 +15,7 @@ OUTRIDER_DECLARE_KERNELS(SamplingKernels, sampling_kernels)
 namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr float kSlab = 2.0f;  // how far a search from the top down goes at once
 constexpr int32_t kAnyId = std::numeric_limits<int32_t>::max();
 
 struct Candidate {
@@ -91,10 +92,9 @@ class Row {
     return kernels_.gather(logits_, scratch_.maxima.data(), vocab_, offset_, inv_t_, low, high,
                            scratch_.ids.data(), scratch_.scaled.data());
   }
-  void gather_candidates(float low, std::vector<Candidate>& result) const;
-  uint64_t weigh(std::vector<Candidate>& candidates) const;
+  uint64_t gather_candidates(float low, float high, std::vector<Candidate>& result) const;
   void keep_top(int64_t count, std::vector<Candidate>& result) const;
-  Cut cut_top_p(double top_p, bool all) const;
+  Cut cut_top_p(double top_p, bool of_candidates) const;
 
   const SamplingKernels& kernels_;
   Scratch& scratch_;
@@ -103,19 +103,16 @@ class Row {
   float max_ = kInfinity, offset_ = 0.0f, inv_t_ = 1.0f;
 };
 
-void Row::gather_candidates(float low, std::vector<Candidate>& result) const {
-  const int64_t count = gather(low, kInfinity);
+// The tokens with values in [low, high) -> their total weight.
+uint64_t Row::gather_candidates(float low, float high, std::vector<Candidate>& result) const {
+  const int64_t count = gather(low, high);
+  kernels_.weights(scratch_.scaled.data(), count, scratch_.weights.data());
   result.clear();
-  for (int64_t i = 0; i < count; ++i) result.push_back({scratch_.scaled[i], scratch_.ids[i], 0});
-}
-
-// Fills the weights of the candidates and adds them up.
-uint64_t Row::weigh(std::vector<Candidate>& candidates) const {
-  const size_t n = candidates.size();
-  for (size_t i = 0; i < n; ++i) scratch_.scaled[i] = candidates[i].value;
-  kernels_.weights(scratch_.scaled.data(), static_cast<int64_t>(n), scratch_.weights.data());
   uint64_t sum = 0;
-  for (size_t i = 0; i < n; ++i) sum += candidates[i].weight = scratch_.weights[i];
+  for (int64_t i = 0; i < count; ++i) {
+    result.push_back({scratch_.scaled[i], scratch_.ids[i], scratch_.weights[i]});
+    sum += scratch_.weights[i];
+  }
   return sum;
 }
 
@@ -129,7 +126,7 @@ void Row::keep_top(int64_t count, std::vector<Candidate>& result) const {
     std::nth_element(scratch_.order.begin(), nth, scratch_.order.end(), std::greater<float>());
     low = *nth;
   }
-  gather_candidates(low, result);
+  gather_candidates(low, kInfinity, result);
   const auto nth = result.begin() + (count - 1);
   std::nth_element(result.begin(), nth, result.end(), before);
   result.resize(static_cast<size_t>(count));
@@ -160,20 +157,22 @@ Candidate crossing(std::vector<Candidate>& candidates, uint64_t target) {
   return *begin;
 }
 
-// The smallest prefix that holds top_p of the weight: of the whole row, or of the candidates that top-k left.
-Cut Row::cut_top_p(double top_p, bool all) const {
+// The smallest prefix that holds top_p of the weight: of the candidates that top-k left, or of the whole row.
+Cut Row::cut_top_p(double top_p, bool of_candidates) const {
   auto& candidates = scratch_.candidates;
-  const uint64_t total =
-      all ? kernels_.sum_weights(logits_, scratch_.maxima.data(), vocab_, offset_, inv_t_) : weigh(candidates);
-  const uint64_t target = std::max<uint64_t>(1, static_cast<uint64_t>(std::ceil(top_p * static_cast<double>(total))));
-  if (all) {
-    // A few likely tokens usually hold enough. Below the second bound lies less than the share to drop
-    // even if every token sat there; below the third every weight is 0.
-    const double spread = (1.0 - top_p) * static_cast<double>(total) * 0x1p-30 / static_cast<double>(vocab_);
-    const float bounds[] = {-4.0f, static_cast<float>(std::log(std::max(spread, 1e-30))) - 0.01f, -22.0f};
-    for (float low : bounds) {
-      gather_candidates(low, candidates);
-      if (weigh(candidates) >= target) break;
+  uint64_t total = 0;
+  if (of_candidates)
+    for (const Candidate& c : candidates) total += c.weight;
+  else
+    total = kernels_.sum_weights(logits_, scratch_.maxima.data(), vocab_, offset_, inv_t_);
+  auto target = std::max<uint64_t>(1, static_cast<uint64_t>(std::ceil(top_p * static_cast<double>(total))));
+  if (!of_candidates) {
+    // From the top down in slabs, until the next holds the rest. Below the last every weight is 0.
+    float high = kInfinity;
+    for (float low = -kSlab; low >= kNoWeight; high = low, low -= kSlab) {
+      const uint64_t weight = gather_candidates(low, high, candidates);
+      if (weight >= target) break;
+      target -= weight;
     }
   }
   const Candidate last = crossing(candidates, target);
@@ -187,7 +186,7 @@ Cut Row::filter(int32_t top_k, double top_p, double min_p) {
     keep_top(top_k, scratch_.candidates);
     cut = {scratch_.candidates.back().value, scratch_.candidates.back().id};
   }
-  if (top_p < 1.0) cut = cut_top_p(top_p, !by_rank);
+  if (top_p < 1.0) cut = cut_top_p(top_p, by_rank);
   if (min_p > 0.0) {
     // p >= min_p * p_max, in logarithms.
     const float low = static_cast<float>(log_portable(min_p));
@@ -252,7 +251,7 @@ int32_t Row::draw(const Cut& cut, uint64_t seed, int64_t position) const {
   // Likely tokens, from the top down in slabs: with each the floor may rise.
   float high = kInfinity, low = 0.0f;
   while (race.floor() < high) {
-    low = std::max(race.floor(), low - 2.0f);
+    low = std::max(race.floor(), low - kSlab);
     const int64_t count = gather(low, high);
     for (int64_t i = 0; i < count; ++i) race.enter(scratch_.scaled[i], scratch_.ids[i]);
     high = low;

@@ -1,5 +1,5 @@
-// Scans over a row of logits. Eight lanes on every instruction set, no fused multiply-add, and integers
-// where sums are taken: the results are the same bits everywhere.
+// Scans over a row of logits. No fused multiply-add, integers where sums are taken, and float sums in eight
+// fixed lanes: the results are the same bits on every instruction set.
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -7,7 +7,7 @@
 #include "../philox.h"
 #include "../sampling.h"
 
-#if defined(__AVX2__)
+#if defined(__SSE2__)
 #include <immintrin.h>
 #endif
 
@@ -15,23 +15,29 @@ namespace outrider {
 namespace OUTRIDER_ISA {
 namespace {
 
+#if defined(__AVX2__)
 constexpr int kLanes = 8;
-typedef float Float8 __attribute__((vector_size(32)));
-typedef int32_t Int8 __attribute__((vector_size(32)));
+#else
+constexpr int kLanes = 4;
+#endif
+typedef float Floats __attribute__((vector_size(4 * kLanes)));
+typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
 
 constexpr float kLowest = -std::numeric_limits<float>::infinity();
 
-inline Float8 load(const float* p) {
-  Float8 v;
+inline Floats load(const float* p) {
+  Floats v;
   std::memcpy(&v, p, sizeof v);
   return v;
 }
 
-inline Float8 splat(float x) { return Float8{x, x, x, x, x, x, x, x}; }
+inline Floats splat(float x) { return x - Floats{}; }
 
-inline Float8 larger(Float8 a, Float8 b) {  // b where either is NaN
+inline Floats larger(Floats a, Floats b) {  // b where either is NaN
 #if defined(__AVX2__)
-  return (Float8)_mm256_max_ps((__m256)a, (__m256)b);
+  return (Floats)_mm256_max_ps((__m256)a, (__m256)b);
+#elif defined(__SSE2__)
+  return (Floats)_mm_max_ps((__m128)a, (__m128)b);
 #else
   return a > b ? a : b;
 #endif
@@ -46,10 +52,10 @@ struct Tail {
 };
 
 // The maximum of a block; lanes of `nan` become non-zero where a NaN was.
-inline float block_maximum(const float* x, Int8& nan) {
-  Float8 a = splat(kLowest), b = a;
+inline float block_maximum(const float* x, Ints& nan) {
+  Floats a = splat(kLowest), b = a;
   for (int64_t i = 0; i < kBlock; i += 2 * kLanes) {
-    const Float8 v = load(x + i), w = load(x + i + kLanes);
+    const Floats v = load(x + i), w = load(x + i + kLanes);
     nan |= (v != v) | (w != w);
     a = larger(v, a);
     b = larger(w, b);
@@ -61,7 +67,7 @@ inline float block_maximum(const float* x, Int8& nan) {
 }
 
 bool block_maxima(const float* x, int64_t n, float* maxima) {
-  Int8 nan = {};
+  Ints nan = {};
   const int64_t full = n / kBlock;
   for (int64_t b = 0; b < full; ++b) maxima[b] = block_maximum(x + b * kBlock, nan);
   if (n % kBlock) maxima[full] = block_maximum(Tail(x + full * kBlock, n % kBlock, kLowest).values, nan);
@@ -98,13 +104,13 @@ int64_t gather(const float* x, const float* maxima, int64_t n, float max, float 
 }
 
 // exp(s) for s <= 0, to about one unit in the last place; exactly 1 at 0; 0 in effect below -87.
-inline Float8 exp_lanes(Float8 s) {
+inline Floats exp_lanes(Floats s) {
   s = larger(s, splat(-87.0f));
-  const Float8 magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-  const Float8 shifted = s * splat(1.44269504f) + magic;
-  const Float8 n = shifted - magic;
-  const Float8 r = (s - n * splat(0.693359375f)) + n * splat(2.12194440e-4f);
-  Float8 p = splat(1.0f / 5040.0f);
+  const Floats magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  const Floats shifted = s * splat(1.44269504f) + magic;
+  const Floats n = shifted - magic;
+  const Floats r = (s - n * splat(0.693359375f)) + n * splat(2.12194440e-4f);
+  Floats p = splat(1.0f / 5040.0f);
   p = p * r + splat(1.0f / 720.0f);
   p = p * r + splat(1.0f / 120.0f);
   p = p * r + splat(1.0f / 24.0f);
@@ -112,61 +118,80 @@ inline Float8 exp_lanes(Float8 s) {
   p = p * r + splat(0.5f);
   p = p * r + splat(1.0f);
   p = p * r + splat(1.0f);
-  return (Float8)((Int8)p + ((Int8)shifted << 23));  // times 2^n
+  return (Floats)((Ints)p + ((Ints)shifted << 23));  // times 2^n
 }
 
-inline Int8 weight_lanes(Float8 s) {
-  return __builtin_convertvector(exp_lanes(s) * splat(1073741824.0f) + splat(0.5f), Int8);
+inline Ints weight_lanes(Floats s) {
+  return __builtin_convertvector(exp_lanes(s) * splat(1073741824.0f) + splat(0.5f), Ints);
 }
 
 void weights(const float* scaled, int64_t n, uint32_t* out) {
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes) {
-    const Int8 w = weight_lanes(load(scaled + i));
+    const Ints w = weight_lanes(load(scaled + i));
     std::memcpy(out + i, &w, sizeof w);
   }
   if (i < n) {
     float rest[kLanes] = {};
     std::memcpy(rest, scaled + i, sizeof(float) * static_cast<size_t>(n - i));
-    const Int8 w = weight_lanes(load(rest));
+    const Ints w = weight_lanes(load(rest));
     std::memcpy(out + i, &w, sizeof(uint32_t) * static_cast<size_t>(n - i));
   }
 }
 
-inline uint64_t block_weight(const float* x, float max, float inv_t) {
-  // High and low halves are summed apart, so that 32-bit lanes cannot overflow.
-  Int8 low = {}, high = {};
-  for (int64_t i = 0; i < kBlock; i += kLanes) {
-    const Int8 w = weight_lanes((load(x + i) - splat(max)) * splat(inv_t));
-    low += w & 0xFFFF;
-    high += w >> 16;
+// Weights added up in 32-bit lanes, high and low halves apart, so that thousands of blocks cannot overflow.
+class WeightSum {
+ public:
+  void add_block(const float* x, float max, float inv_t) {
+    for (int64_t i = 0; i < kBlock; i += kLanes) {
+      const Ints w = weight_lanes((load(x + i) - splat(max)) * splat(inv_t));
+      low_ += w & 0xFFFF;
+      high_ += w >> 16;
+    }
+    if (++num_blocks_ == kMostBlocks) flush();
   }
-  uint64_t sum_low = 0, sum_high = 0;
-  for (int lane = 0; lane < kLanes; ++lane) {
-    sum_low += static_cast<uint32_t>(low[lane]);
-    sum_high += static_cast<uint32_t>(high[lane]);
+
+  uint64_t total() {
+    flush();
+    return total_;
   }
-  return sum_low + (sum_high << 16);
-}
+
+ private:
+  static constexpr int kMostBlocks = 2048;  // times 16 vectors of 4 lanes times 0xFFFF: just under 2^31
+
+  void flush() {
+    for (int lane = 0; lane < kLanes; ++lane)
+      total_ += static_cast<uint64_t>(low_[lane]) + (static_cast<uint64_t>(high_[lane]) << 16);
+    low_ = high_ = Ints{};
+    num_blocks_ = 0;
+  }
+
+  Ints low_ = {}, high_ = {};
+  int num_blocks_ = 0;
+  uint64_t total_ = 0;
+};
 
 uint64_t sum_weights(const float* x, const float* maxima, int64_t n, float max, float inv_t) {
-  uint64_t sum = 0;
+  WeightSum sum;
   for (int64_t b = 0; b < num_blocks(n); ++b) {
-    if (!(maxima[b] >= -22.0f)) continue;  // every weight rounds to 0
+    if (!(maxima[b] >= kNoWeight)) continue;
     const int64_t rest = n - b * kBlock;
     if (rest >= kBlock)
-      sum += block_weight(x + b * kBlock, max, inv_t);
+      sum.add_block(x + b * kBlock, max, inv_t);
     else
-      sum += block_weight(Tail(x + b * kBlock, rest, kLowest).values, max, inv_t);
+      sum.add_block(Tail(x + b * kBlock, rest, kLowest).values, max, inv_t);
   }
-  return sum;
+  return sum.total();
 }
 
 inline double block_exp(const float* x, float max) {
-  Float8 sum = {};
-  for (int64_t i = 0; i < kBlock; i += kLanes) sum += exp_lanes(load(x + i) - splat(max));
+  constexpr int kSums = 8;
+  Floats sums[kSums / kLanes] = {};
+  for (int64_t i = 0; i < kBlock; i += kSums)
+    for (int part = 0; part < kSums / kLanes; ++part)
+      sums[part] += exp_lanes(load(x + i + part * kLanes) - splat(max));
   double total = 0;
-  for (int lane = 0; lane < kLanes; ++lane) total += static_cast<double>(sum[lane]);
+  for (int i = 0; i < kSums; ++i) total += static_cast<double>(sums[i / kLanes][i % kLanes]);
   return total;
 }
 
@@ -186,7 +211,7 @@ int64_t count_before(const float* x, int64_t n, float value, int64_t id) {
       for (int64_t i = begin; i < end; ++i) count += x[i] > value || (x[i] == value && i < id);
       continue;
     }
-    Int8 before = {};  // minus the count of each lane
+    Ints before = {};  // minus the count of each lane
     if (end <= id) {
       for (int64_t i = begin; i < end; i += kLanes) before += load(x + i) >= splat(value);
     } else {

@@ -1,0 +1,167 @@
+"""How long does a step take? Measured at start, kept on disk, and read as seconds per rows and context.
+
+The controller needs the cost of verifying: the time of a forward pass as its rows grow. A damaged or
+foreign file in the cache is measured anew and replaced; an unwritable cache only costs the next start.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import platform
+import tempfile
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import outrider
+import outrider._native as _native
+
+ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+CONTEXTS = (128, 1024)
+BUDGET_S = 0.9  # of all measuring; each size is measured at least once
+MOST_REPEATS = 7
+
+RunRows = Callable[[int, int], float]  # (rows, context tokens of each) -> seconds of one step
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Seconds of a step at some numbers of rows, for one or two lengths of context.
+
+    Between the measured points it is linear, outside it goes on as at the end. More rows never take
+    less time: a measurement that says so is noise, and is raised to what fewer rows took.
+    """
+
+    rows: tuple[int, ...]
+    contexts: tuple[int, ...]
+    seconds: tuple[tuple[float, ...], ...]  # [context][rows]
+
+    def __post_init__(self) -> None:
+        if not self.rows or list(self.rows) != sorted(set(self.rows)) or self.rows[0] < 1:
+            raise ValueError(f"rows must be positive and increasing, got {self.rows}")
+        if not 1 <= len(self.contexts) <= 2 or list(self.contexts) != sorted(set(self.contexts)):
+            raise ValueError(f"contexts must be one or two increasing lengths, got {self.contexts}")
+        if [len(row) for row in self.seconds] != [len(self.rows)] * len(self.contexts):
+            raise ValueError("seconds must hold one time for each number of rows, for each context")
+        if not all(math.isfinite(value) and value > 0 for row in self.seconds for value in row):
+            raise ValueError("seconds must be finite and above 0")
+
+    def curve(self, context: int, num_rows: int) -> list[float]:
+        """Seconds for 0..num_rows rows (none cost as much as one), never decreasing."""
+        return _rising([self._at(rows, context) for rows in range(num_rows + 1)])
+
+    def _at(self, rows: int, context: int) -> float:
+        times = [interpolate(self.rows, seconds, rows) for seconds in self.seconds]
+        return times[0] if len(times) == 1 else max(interpolate(self.contexts, times, context), 1e-9)
+
+
+def interpolate(xs: Sequence[int], ys: Sequence[float], x: float) -> float:
+    """Through the points (xs, ys), xs increasing: level before the first, straight on after the last."""
+    if len(xs) == 1 or x <= xs[0]:
+        return ys[0]
+    right = min(max(bisect_right(xs, x), 1), len(xs) - 1)
+    x0, x1, y0, y1 = xs[right - 1], xs[right], ys[right - 1], ys[right]
+    # Past the last point a falling line would cross zero; time does not.
+    return max(y0 + (y1 - y0) * (x - x0) / (x1 - x0), min(y0, y1))
+
+
+def _rising(values: list[float]) -> list[float]:
+    for i in range(1, len(values)):
+        values[i] = max(values[i], values[i - 1])
+    return values
+
+
+def measure(
+    run_rows: RunRows,
+    *,
+    rows: Sequence[int] = ROWS,
+    contexts: Sequence[int] = CONTEXTS,
+    budget_s: float = BUDGET_S,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Calibration:
+    """Time each size once, then again in turn while the budget lasts, and keep the least of each.
+
+    The least, because whatever else runs on the machine only ever adds.
+    """
+    run_rows(rows[0], contexts[0])  # the first run pays for cold caches
+    end = clock() + budget_s
+    best: dict[tuple[int, int], float] = {}
+    for repeat in range(MOST_REPEATS):
+        for context in contexts:
+            for num in rows:
+                if repeat and clock() >= end:
+                    break
+                seconds = max(run_rows(num, context), 1e-9)
+                best[context, num] = min(seconds, best.get((context, num), seconds))
+    seconds_of = tuple(tuple(_rising([best[context, num] for num in rows])) for context in contexts)
+    return Calibration(tuple(rows), tuple(contexts), seconds_of)
+
+
+def load_or_measure(key: Mapping[str, str | int], run_rows: RunRows, **options: Any) -> Calibration:
+    """The calibration for `key` (what names the model and how it runs), from disk if it was measured before.
+
+    The machine and the build are added to the key. `options` go to `measure`.
+    """
+    full_key = {**{name: str(value) for name, value in key.items()}, **_machine()}
+    path = (
+        _cache_dir()
+        / f"{hashlib.sha256(json.dumps(full_key, sort_keys=True).encode()).hexdigest()[:32]}.json"
+    )
+    found = _read(path, full_key)
+    if found is None:
+        found = measure(run_rows, **options)
+        _write(path, full_key, found)
+    return found
+
+
+def _cache_dir() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "outrider" / "calibration"
+
+
+def _machine() -> dict[str, str]:
+    """What makes one machine and build differ from another."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        cpu = platform.processor()
+    build = os.stat(_native.__file__)
+    return {
+        "machine": f"{platform.node()} {platform.machine()} {cpu} x{os.cpu_count()} {_native.isa()}",
+        "build": f"{outrider.__version__} {build.st_size} {build.st_mtime_ns}",
+    }
+
+
+def _read(path: Path, key: dict[str, str]) -> Calibration | None:
+    try:
+        stored = json.loads(path.read_text())
+        if stored["key"] != key:
+            return None
+        seconds = tuple(tuple(float(value) for value in row) for row in stored["seconds"])
+        return Calibration(tuple(map(int, stored["rows"])), tuple(map(int, stored["contexts"])), seconds)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _write(path: Path, key: dict[str, str], calibration: Calibration) -> None:
+    stored = {
+        "key": key,
+        "rows": calibration.rows,
+        "contexts": calibration.contexts,
+        "seconds": calibration.seconds,
+    }
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Written beside and moved, so that a reader never sees half a file.
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
+            json.dump(stored, file)
+        os.replace(file.name, path)
+    except OSError:
+        return
