@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -43,3 +45,15 @@ def error_of(reply: httpx.Response, status: int) -> dict[str, Any]:
     error = reply.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     return error
+
+
+def num_running(url: str) -> int:
+    text = HTTP.get(url + "/metrics").text
+    return int(float(re.search(r"^outrider:num_requests_running (\S+)$", text, re.M)[1]))  # type: ignore[index]
+
+
+def wait_for_none_running(url: str) -> None:
+    end = time.monotonic() + 5
+    while num_running(url):
+        assert time.monotonic() < end, "requests are still in the engine"
+        time.sleep(0.01)

@@ -4,26 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import re
-import signal
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from fake_engine import MAX_MODEL_LEN, TEXT, VOCAB_SIZE, FakeEngineClient, FakeTokenizer
-from live_fake import CHAT, HELLO, HTTP, error_of, post, running
-
-from outrider.config import load
-from outrider.entrypoints.app import ServerState, create_app
-from outrider.entrypoints.generation import Gate
-from outrider.entrypoints.prepare import Limits, Preparer
+from fake_engine import MAX_MODEL_LEN, TEXT
+from live_fake import CHAT, HELLO, HTTP, error_of, num_running, post, running, wait_for_none_running
 
 
 @pytest.fixture(scope="module")
@@ -35,18 +23,6 @@ def url() -> Iterator[str]:
 @pytest.fixture(scope="module")
 def client(url: str) -> openai.OpenAI:
     return openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0)
-
-
-def num_running(url: str) -> int:
-    text = HTTP.get(url + "/metrics").text
-    return int(float(re.search(r"^outrider:num_requests_running (\S+)$", text, re.M)[1]))  # type: ignore[index]
-
-
-def wait_for_none_running(url: str) -> None:
-    end = time.monotonic() + 5
-    while num_running(url):
-        assert time.monotonic() < end, "requests are still in the engine"
-        time.sleep(0.01)
 
 
 # --- answers -------------------------------------------------------------------------------------
@@ -300,108 +276,3 @@ def test_requests_can_be_aborted_by_id(url: str, client: openai.OpenAI) -> None:
     assert [chunk.choices[0].finish_reason for chunk in chunks][-1] == "abort"
     error_of(post(url, "/v1/abort_requests", {}), 400)
     wait_for_none_running(url)
-
-
-# --- limits, keys, ends --------------------------------------------------------------------------
-
-
-def test_limits_and_keys_hold() -> None:
-    flags = ("api_key=secret", "max_concurrency=2", "max_num_seqs=1", "max_num_batched_tokens=64",
-             "max_queue_size=2", "request_timeout=0.6", "max_waiting_time=5")  # fmt: skip
-    with running(*flags) as (url, _):
-        error_of(post(url, CHAT, {"messages": HELLO}), 401)
-        error_of(HTTP.get(url + "/v1/models", headers={"authorization": "Bearer wrong"}), 401)
-        keyed = httpx.Client(headers={"authorization": "Bearer secret"}, base_url=url)
-        assert keyed.get("/v1/models").status_code == 200
-        full = keyed.post("/v1/completions", json={"prompt": "x", "n": 4})
-        assert error_of(full, 429)["code"] == "queue_full" and full.headers["retry-after"]
-        late = keyed.post("/v1/completions", json={"prompt": "slow"})
-        assert error_of(late, 408)["code"] == "request_timeout"
-        with keyed.stream("POST", "/v1/completions", json={"prompt": "slow", "stream": True}) as cut:
-            events = [line for line in cut.iter_lines() if line]
-        assert json.loads(events[-2][6:])["error"]["type"] == "timeout_error" and events[-1] == "data: [DONE]"
-        wait_for_none_running(url)
-
-        async def crowd() -> list[int]:
-            async with httpx.AsyncClient(headers=keyed.headers, base_url=url) as client:
-                asks = [
-                    client.post("/v1/completions", json={"prompt": "slow", "max_tokens": 3}) for _ in range(5)
-                ]
-                return [reply.status_code for reply in await asyncio.gather(*asks)]
-
-        assert sorted(asyncio.run(crowd())) == [200, 200, 429, 429, 429]
-        failures = HTTP.get(url + "/metrics").text
-        assert 'outrider:request_failure_total{reason="max_concurrency"} 3.0' in failures
-        assert 'outrider:request_failure_total{reason="request_timeout"} 2.0' in failures
-
-
-def test_waiting_too_long_for_the_first_token_is_a_503() -> None:
-    async def ask() -> None:
-        configuration = load({"max_waiting_time": 0.05})
-        engine = FakeEngineClient(configuration.engine, lambda reason: None)
-        state = ServerState(configuration, Gate(configuration.server, 4), engine)
-        state.preparer = Preparer(FakeTokenizer(), Limits("fake", MAX_MODEL_LEN, VOCAB_SIZE, 4, 4), 0)
-        transport = httpx.ASGITransport(create_app(state))
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            reply = await client.post("/v1/completions", json={"prompt": "slow"})
-            assert error_of(reply, 503)["code"] == "max_waiting_time" and reply.headers["retry-after"]
-            assert not engine.live
-            ok = await client.post("/v1/completions", json={"prompt": "x", "max_tokens": 3})
-            assert ok.status_code == 200
-            state.preparer = None
-            assert error_of(await client.get("/health"), 503)["code"] == "loading"
-
-    asyncio.run(ask())
-
-
-def test_sigterm_drains_and_a_second_signal_stops_at_once() -> None:
-    with running() as (url, process):
-        client = openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0)
-        short = client.completions.create(model="smollm2-135m", prompt="slow", max_tokens=8, stream=True)
-        next(chunks := iter(short))
-        with HTTP.stream("POST", url + "/v1/completions", json={"prompt": "slow", "stream": True}) as endless:
-            next(lines := endless.iter_lines())
-            with httpx.Client(base_url=url) as other:
-                assert other.get("/health").status_code == 200
-                process.send_signal(signal.SIGTERM)
-                while other.get("/health").status_code == 200:
-                    time.sleep(0.01)
-                assert error_of(other.post(CHAT, json={"messages": HELLO}), 503)["code"] == "draining"
-            assert [chunk.choices[0].finish_reason for chunk in chunks][-1] == "length"
-            process.send_signal(signal.SIGINT)
-            events = [line for line in lines if line]
-        assert json.loads(events[-2][6:])["error"]["code"] == "stopped"
-        assert process.wait(10) == 0
-
-
-def test_sigterm_ends_an_idle_server() -> None:
-    with running() as (_, process):
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(10) == 0
-
-
-def test_a_dead_engine_fails_its_requests_and_ends_the_process() -> None:
-    with running() as (url, process):
-        with HTTP.stream("POST", url + "/v1/completions", json={"prompt": "slow", "stream": True}) as reply:
-            lines = reply.iter_lines()
-            next(lines)
-            error_of(post(url, "/v1/completions", {"prompt": "crash"}), 503)
-            events = [line for line in lines if line]
-        assert json.loads(events[-2][6:])["error"]["code"] == "engine_dead"
-        assert error_of(HTTP.get(url + "/health"), 503)["code"] == "engine_dead"
-        assert HTTP.get(url + "/ping").status_code == 200
-        assert process.wait(10) == 1
-
-
-def test_a_port_in_use_is_told_before_anything_is_loaded() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        result = subprocess.run(
-            [sys.executable, "-m", "outrider.entrypoints.cli", "serve", "no/such/model", "--port", str(port)],
-            capture_output=True, text=True, env=os.environ, timeout=30,
-        )  # fmt: skip
-    assert result.returncode == 2
-    assert f"port {port} on 127.0.0.1 is in use" in result.stderr.splitlines()[-1]
-    assert "Traceback" not in result.stderr

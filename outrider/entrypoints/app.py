@@ -104,11 +104,12 @@ def _add_generation_routes(app: FastAPI, state: ServerState) -> None:
 
     @app.post("/v1/abort_requests")
     async def abort_requests(request: Request) -> Response:
-        """Cancel requests by the ids of their answers, or all; what was made so far is answered."""
+        """Cancel requests of the same key by the ids of their answers, or all; what was made is answered."""
         body = await _parsed(state, request, AbortRequest)
         if bool(body.abort_all) == (body.request_ids is not None):
             raise bad_request("give either request_ids or abort_all: true", "request_ids")
-        running = state.gate.generations
+        owner = _owner(state, request)
+        running = {name: g for name, g in state.gate.generations.items() if g.owner == owner}
         ids = [name for name in (running if body.abort_all else body.request_ids or []) if name in running]
         for request_id in ids:
             running[request_id].abort()
@@ -246,7 +247,7 @@ async def _generate(
     request_id = ("chatcmpl-" if wanted.chat else "cmpl-") + uuid.uuid4().hex
     generation = Generation(
         engine, state.gate, state.configuration.server, prepared, request_id,
-        priority=body.priority or 0, cache_salt=_namespace(state, request, body.cache_salt),
+        owner=_owner(state, request), priority=body.priority or 0, cache_salt=body.cache_salt or "",
     )  # fmt: skip
     answer = Answer(
         request_id, prepared.model, state.fingerprint, prepared.seed, prepared.prompts, prepared.n, wanted,
@@ -258,10 +259,11 @@ async def _generate(
     return Response(content, media_type="application/json", headers={"x-request-id": request_id})
 
 
-def _namespace(state: ServerState, request: Request, salt: str | None) -> str:
-    """Whose cached prefixes and drafts a request may see: those of its key and salt."""
-    key = request.headers.get("authorization", "") if state.configuration.server.api_key else ""
-    return (hashlib.sha256(key.encode()).hexdigest()[:16] + ":" if key else "") + (salt or "")
+def _owner(state: ServerState, request: Request) -> str:
+    """Names the key that a request came with; empty when there are no keys."""
+    if not state.configuration.server.api_key:
+        return ""
+    return hashlib.sha256(request.headers.get("authorization", "").encode()).hexdigest()[:16]
 
 
 class EventStream(Response):

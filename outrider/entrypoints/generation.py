@@ -98,17 +98,20 @@ class Generation:
 
     def __init__(
         self, engine: Engine, gate: Gate, config: ServerConfig, prepared: Prepared, request_id: str,
-        *, priority: int, cache_salt: str,
+        *, owner: str, priority: int, cache_salt: str,
     ) -> None:  # fmt: skip
         self.prepared = prepared
         self.request_id = request_id
+        self.owner = owner
         self._engine = engine
         self._gate = gate
         self._config = config
         arrival = time.monotonic()
+        # Cached prefixes and drafts are shared within a key and salt, never beyond.
+        namespace = f"{owner}:{cache_salt}" if owner else cache_salt
         self._requests = [
             AddRequest(
-                f"{request_id}-{i}", prepared.prompts[i // prepared.n], params, arrival, priority, cache_salt
+                f"{request_id}-{i}", prepared.prompts[i // prepared.n], params, arrival, priority, namespace
             )
             for i, params in enumerate(prepared.params)
         ]

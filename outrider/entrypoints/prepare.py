@@ -290,7 +290,8 @@ class Preparer:
         """Each word as it may appear: at the start of a text and after a blank."""
         sequences: list[list[int]] = []
         for word in words:
-            for text in (word.lstrip(), " " + word.lstrip()):
+            bare = word.lstrip() or word
+            for text in (bare, " " + bare):
                 ids = self.tokenizer.encode(text, add_special_tokens=False)
                 if ids and ids not in sequences:
                     sequences.append(ids)
