@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import socket
 from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
-from fake_engine import MAX_MODEL_LEN
+from fake_engine import MAX_MODEL_LEN, VOCAB_SIZE, FakeTokenizer
+from hypothesis import given
+from hypothesis import strategies as st
 from live_fake import CHAT, HELLO, HTTP, error_of, post, running
+
+from outrider.entrypoints.errors import ApiError
+from outrider.entrypoints.prepare import Limits, Preparer
+from outrider.entrypoints.protocol import ChatCompletionRequest, CompletionRequest, parse
 
 
 @pytest.fixture(scope="module")
@@ -135,3 +143,27 @@ def test_generated_garbage_never_hurts_the_server(url: str) -> None:
         sock.sendall(b"\x00\xff garbage\r\n\r\n")
         sock.recv(1000)
     assert HTTP.get(url + "/health").status_code == 200
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=4), inner, max_size=2),
+    max_leaves=4,
+)
+fields = st.sampled_from([*ChatCompletionRequest.model_fields, *CompletionRequest.model_fields, "tools", "x"])
+
+
+@given(st.dictionaries(fields, values, max_size=3), st.booleans())
+def test_whatever_a_body_holds_it_is_a_request_or_an_error_that_names_a_field(
+    body: dict[str, Any], chat: bool
+) -> None:
+    model = ChatCompletionRequest if chat else CompletionRequest
+    preparer = Preparer(FakeTokenizer(), Limits("fake", MAX_MODEL_LEN, VOCAB_SIZE, 4, 4), 0)
+    try:
+        request = parse(model, json.dumps(body).encode())
+        prepared = asyncio.run(preparer.chat(request) if chat else preparer.completion(request))  # type: ignore[arg-type]
+    except ApiError as error:
+        assert error.status in (400, 404) and error.message
+        assert error.param is None or error.param.split(".")[0].split("[")[0] in {*body, "messages", "prompt"}
+    else:
+        assert all(0 <= p.seed < 2**64 for p in prepared.params if p.seed is not None)
