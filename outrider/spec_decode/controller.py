@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from heapq import merge
 from typing import Any
 
@@ -122,37 +122,39 @@ class Controller:
         if len(proposals) == 1 and proposals[0].is_chain:
             # Survival only falls along a chain: it is in order as it stands.
             survival = proposals[0].survival
-            num = self._best_number(survival, num_requests, other_rows, context)
+            num = self._best_number(survival, num_proposed, num_requests, other_rows, context)
             return [proposals[0].first(num) if num else NO_DRAFTS]
-        ordered = list(merge(*(_by_survival(i, drafts) for i, drafts in enumerate(proposals))))
-        num = self._best_number([-node[0] for node in ordered], num_requests, other_rows, context)
+        # Merged only as far as nodes are worth a look.
+        ordered: list[tuple[float, int, int]] = []
+
+        def by_survival() -> Iterator[float]:
+            for node in merge(*map(_in_order, range(len(proposals)), proposals)):
+                ordered.append(node)
+                yield -node[0]
+
+        num = self._best_number(by_survival(), num_proposed, num_requests, other_rows, context)
         chosen: list[list[int]] = [[] for _ in proposals]
         for _, i, node in ordered[:num]:
             chosen[i].append(node)
-        return [
-            drafts.select(sorted(nodes)) if nodes else NO_DRAFTS
-            for drafts, nodes in zip(proposals, chosen, strict=True)
-        ]
+        return [_part(drafts, nodes) for drafts, nodes in zip(proposals, chosen, strict=True)]
 
     def _best_number(
-        self, survival: Sequence[float], num_requests: int, other_rows: int, context: int
+        self, survival: Iterable[float], num_nodes: int, num_requests: int, other_rows: int, context: int
     ) -> int:
-        """How many of the nodes, in falling order of survival, give the most tokens per second."""
+        """How many of the nodes, given in falling order of survival, give the most tokens per second."""
         base = num_requests + other_rows
-        num_nodes = len(survival)
         seconds = self._cost.curve(context, base + num_nodes)
         plain = best = num_requests / seconds[base]
         needed = plain if self._is_speculating else plain * (1.0 + self._min_gain)
         chosen = 0
         tokens = float(num_requests)
-        for i in range(num_nodes):
-            alive = survival[i]
+        for num, alive in enumerate(survival, start=1):
             tokens += alive
-            step = seconds[base + i + 1]
+            step = seconds[base + num]
             rate = tokens / step
             if rate > best:
-                best, chosen = rate, i + 1
-            elif (tokens + alive * (num_nodes - i - 1)) / step <= best:
+                best, chosen = rate, num
+            elif (tokens + alive * (num_nodes - num)) / step <= best:
                 break  # nothing after this survives better, and no step with more rows is shorter
         if best <= needed:
             chosen, best = 0, plain
@@ -180,9 +182,13 @@ class Controller:
         }
 
 
-def _by_survival(request: int, drafts: Drafts) -> list[tuple[float, int, int]]:
+def _in_order(request: int, drafts: Drafts) -> Iterable[tuple[float, int, int]]:
     """(-survival, request, node) in order; of equals the parent comes first, as its index is lower."""
-    nodes = [(-alive, request, node) for node, alive in enumerate(drafts.survival)]
-    if not drafts.is_chain:
-        nodes.sort()
-    return nodes
+    nodes = ((-alive, request, node) for node, alive in enumerate(drafts.survival))
+    return nodes if drafts.is_chain else sorted(nodes)
+
+
+def _part(drafts: Drafts, nodes: list[int]) -> Drafts:
+    if not nodes:
+        return NO_DRAFTS
+    return drafts.first(len(nodes)) if drafts.is_chain else drafts.select(sorted(nodes))

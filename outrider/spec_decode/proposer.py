@@ -44,7 +44,7 @@ class Drafts:
 
     @property
     def is_chain(self) -> bool:
-        return all(parent == i - 1 for i, parent in enumerate(self.parents))
+        return self.parents == tuple(range(-1, len(self.parents) - 1))
 
     def depths(self) -> list[int]:
         """Per node, how many drafted tokens precede it on its path."""
