@@ -8,8 +8,13 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <pthread.h>
+
+#include <atomic>
+#include <chrono>
 #include <optional>
 #include <stdexcept>
+#include <thread>
 #include <tuple>
 
 #include "program.h"
@@ -64,6 +69,40 @@ std::shared_ptr<RopeTable> make_rope_table(FloatTable cos, FloatTable sin, const
   return table;
 }
 
+// Python ends a thread that asks for the GIL during shutdown by unwinding it, which C++ answers with an
+// abort. So the end of the process waits until no thread is about to ask, and those that come later stay.
+std::atomic<bool> process_ends{false};
+std::atomic<int> threads_without_gil{0};
+
+class WithoutGil {
+ public:
+  WithoutGil() {
+    ++threads_without_gil;
+    state_ = PyEval_SaveThread();
+    stay_if_process_ends();
+  }
+  ~WithoutGil() {
+    stay_if_process_ends();
+    PyEval_RestoreThread(state_);
+    --threads_without_gil;
+  }
+  WithoutGil(const WithoutGil&) = delete;
+
+ private:
+  static void stay_if_process_ends() {
+    if (!process_ends) return;
+    --threads_without_gil;
+    for (;;) std::this_thread::sleep_for(std::chrono::hours(1));
+  }
+  PyThreadState* state_;
+};
+
+void wait_for_threads_at_exit() {
+  process_ends = true;
+  nb::gil_scoped_release release;
+  while (threads_without_gil > 0) std::this_thread::sleep_for(std::chrono::microseconds(100));
+}
+
 void require_length(const char* name, size_t got, size_t expected) {
   if (got != expected)
     throw std::invalid_argument(std::string(name) + " has " + std::to_string(got) + " entries, expected " +
@@ -89,7 +128,7 @@ void run(Program& program, Ints token_ids, Ints positions, Ints slot_mapping, In
   in.attention.seq_lens = seq_lens.data();
   in.attention.block_tables = block_tables.data();
   in.attention.max_blocks = int64_t(block_tables.shape(1));
-  nb::gil_scoped_release release;
+  WithoutGil without;
   program.run(in);
 }
 
@@ -168,4 +207,6 @@ void bind_runtime(nb::module_& m) {
   nb::class_<RopeTable>(m, "RopeTable", "cos and sin [max_position, rotary_dim / 2] of every position.")
       .def(nb::new_(&make_rope_table), "cos"_a, "sin"_a, "layout"_a);
   bind_program(m);
+  nb::module_::import_("atexit").attr("register")(nb::cpp_function(wait_for_threads_at_exit));
+  pthread_atfork(nullptr, nullptr, [] { threads_without_gil = 0; });  // the child has none of them
 }

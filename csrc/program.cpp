@@ -339,12 +339,14 @@ void Program::check(const StepInputs& in) const {
 void Program::check_requests(const AttentionBatch& batch) const {
   const int32_t* start = batch.query_start_loc;
   if (batch.num_requests < 1 || start[0] != 0 || start[batch.num_requests] != batch.num_rows)
-    throw std::invalid_argument("query_start_loc must run from 0 to the number of tokens, " +
+    throw std::invalid_argument("query_start_loc must rise from 0 to the number of tokens, " +
                                 std::to_string(batch.num_rows));
   const int64_t block_size = cache_ ? cache_->block_size : 1, num_blocks = cache_ ? cache_->num_blocks : 0;
   if (cache_) check_range("slot_mapping", batch.slot_mapping, batch.num_rows, num_blocks * block_size);
   for (int64_t b = 0; b < batch.num_requests; ++b) {
-    if (start[b + 1] < start[b]) throw std::invalid_argument("query_start_loc must not fall");
+    if (start[b + 1] < start[b] || start[b + 1] > batch.num_rows)
+      throw std::invalid_argument("query_start_loc must rise from 0 to the number of tokens, " +
+                                  std::to_string(batch.num_rows));
     const int64_t length = batch.seq_lens[b];
     if (length < 0 || (cache_ && length > batch.max_blocks * block_size))
       throw std::invalid_argument(range_error("seq_lens", b, length, batch.max_blocks * block_size + 1));

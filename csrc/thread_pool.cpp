@@ -83,10 +83,12 @@ struct alignas(128) Counter {
 // A dissemination barrier: in round k a thread signals the one 2^k further on and waits for the one
 // 2^k before it. No counter that all threads fight for; with two threads, one store and one load each.
 struct Team::Shared {
-  explicit Shared(int threads) : slots(new Slot[size_t(threads)]), size(threads) {}
+  Shared(int threads, int cpus)
+      : slots(new Slot[size_t(threads)]), size(threads), spin(threads > cpus ? std::chrono::microseconds(0) : kSpin) {}
   std::unique_ptr<Slot[]> slots;
   Counter counters[2];  // for_each phase p takes from counters[p % 2]
   const int size;
+  const std::chrono::microseconds spin;  // none where the awaited thread may need this very core
 
   void signal(Slot& slot, int round, uint32_t number) {
     // Sequentially consistent, as are the two accesses in `sleep`: either we see that the other
@@ -115,7 +117,7 @@ struct Team::Shared {
         pause();
       }
       if (waited > kYield) return sleep(slot, round, number);
-      if (waited > kSpin) std::this_thread::yield();
+      if (waited > spin) std::this_thread::yield();
     }
   }
 
@@ -175,11 +177,11 @@ struct ThreadPool::Impl {
 
   // Threads exist from the first run on: a process that forks or only packs weights has none.
   void start() {
-    shared = std::make_unique<Team::Shared>(size);
+    const std::vector<int> cpus = allowed_cpus();
+    shared = std::make_unique<Team::Shared>(size, int(cpus.size()));
     sigset_t all, before;  // signals are for the caller's threads
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    const std::vector<int> cpus = allowed_cpus();
     for (int rank = 1; rank < size; ++rank) {
       workers.emplace_back([this, rank] { work(rank); });
       if (int(cpus.size()) == size) pin(workers.back(), cpus[size_t(rank)]);

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import numpy as np
@@ -87,9 +91,10 @@ def compile_model(
     quantization: str | None = None,
     seed: int = 0,
     build_fn: Any = build,
+    backend: Any = None,
     **options: Any,
-) -> NativeExecutable:
-    backend = NativeBackend(fusion=fusion)
+) -> Any:
+    backend = backend or NativeBackend(fusion=fusion)
     tensors = random_tensors(config, seed)
     weights = {
         handle: backend.weight([tensors[name] for name in names], quantization)
@@ -322,6 +327,59 @@ def test_results_are_views_that_outlive_their_executable() -> None:
     expected = logits.copy()
     del executable
     assert logits.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_model_in_floats_agrees_with_float64(name: str) -> None:
+    from outrider.backends.torch_backend import TorchBackend  # slow to import, and not for the scripts below
+
+    native = compile_model(CONFIGS[name], kv_cache_dtype="f32")
+    oracle = compile_model(CONFIGS[name], kv_cache_dtype="f32", backend=TorchBackend(dtype="float64"))
+    for batch in TRAFFIC:
+        expected = oracle.run_exact(batch)
+        error = native.run(batch).logits - expected
+        assert (error**2).sum() <= 1e-10 * (expected**2).sum()
+
+
+def run_script(script: str) -> str:
+    """The output of a Python process that has this module at hand; its threads are its own."""
+    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n" + dedent(script)
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert process.returncode == 0, process.stderr
+    return process.stdout
+
+
+def test_a_forked_child_has_threads_of_its_own() -> None:
+    script = """
+        import hashlib, os
+        from test_native_program import CONFIGS, compile_model, outputs
+        executable = compile_model(CONFIGS["llama"])
+        outputs(executable)
+        child = os.fork()
+        print(hashlib.sha256(b"".join(outputs(executable))).hexdigest(), flush=True)
+        if child:
+            sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        os._exit(0)
+    """
+    first, second = run_script(script).split()
+    assert first == second
+
+
+def test_a_process_may_end_while_a_thread_runs_a_step() -> None:
+    script = """
+        import threading
+        from test_native_program import CONFIGS, TRAFFIC, compile_model, outputs
+        executable = compile_model(CONFIGS["llama"])
+        started = threading.Event()
+        def forever():
+            while True:
+                outputs(executable)
+                started.set()
+        threading.Thread(target=forever, daemon=True).start()
+        started.wait()
+        print("over")
+    """
+    assert run_script(script) == "over\n"
 
 
 def test_options_are_named_when_they_are_wrong() -> None:

@@ -1,0 +1,30 @@
+# Every file in csrc/kernels is compiled once for each instruction set, inside a namespace
+# named after it (macro OUTRIDER_ISA); csrc/isa.h picks one at run time.
+# Gives ISAS, and outrider_add_kernels(target) to link all of them into a target.
+if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64|amd64")
+  set(ISAS generic avx2 avxvnni avx512 avx512vnni)
+  set(FLAGS_avx2 -mavx2 -mfma -mf16c)
+  set(FLAGS_avxvnni ${FLAGS_avx2} -mavxvnni)
+  set(FLAGS_avx512 ${FLAGS_avx2} -mavx512f -mavx512bw -mavx512dq -mavx512vl)
+  set(FLAGS_avx512vnni ${FLAGS_avx512} -mavx512vnni)
+elseif(CMAKE_SYSTEM_PROCESSOR MATCHES "aarch64|arm64")
+  set(ISAS generic neon)
+  set(FLAGS_neon -march=armv8.2-a+dotprod+fp16)
+else()
+  set(ISAS generic)
+endif()
+
+set(OUTRIDER_CSRC ${CMAKE_CURRENT_LIST_DIR})
+file(GLOB OUTRIDER_KERNELS CONFIGURE_DEPENDS ${OUTRIDER_CSRC}/kernels/*.cpp)
+
+function(outrider_add_kernels target)
+  target_include_directories(${target} PRIVATE ${OUTRIDER_CSRC})
+  foreach(isa ${ISAS})
+    add_library(kernels_${isa} OBJECT ${OUTRIDER_KERNELS})
+    target_include_directories(kernels_${isa} PRIVATE ${OUTRIDER_CSRC})
+    target_compile_definitions(kernels_${isa} PRIVATE OUTRIDER_ISA=${isa} OUTRIDER_ISA_${isa}=1)
+    target_compile_options(kernels_${isa} PRIVATE ${FLAGS_${isa}})
+    target_sources(${target} PRIVATE $<TARGET_OBJECTS:kernels_${isa}>)
+    target_compile_definitions(${target} PRIVATE OUTRIDER_HAVE_${isa}=1)
+  endforeach()
+endfunction()
