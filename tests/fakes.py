@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import random
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,12 +17,17 @@ from typing import Any
 
 import numpy as np
 
+from outrider.config import EngineConfig
 from outrider.engine.batch import Batch, SamplingBatch
+from outrider.engine.drafting import Drafting
+from outrider.engine.engine import Engine
 from outrider.engine.kv_cache import KVCacheManager
 from outrider.engine.output import Vocabulary
+from outrider.engine.runner import Runner
+from outrider.engine.scheduler import Scheduler
 from outrider.engine.state import Request
 from outrider.request import FinishReason, SamplingParams, TokenLogprobs
-from outrider.spec_decode.proposer import Drafts
+from outrider.spec_decode.proposer import Drafts, NoProposer
 
 MASK = 2**64 - 1
 EOS = 3
@@ -350,3 +356,32 @@ class FailingAllocator(KVCacheManager):
     def allocate(self, request: Request, num_tokens: int) -> bool:
         self.num_allocations += 1
         return self.num_allocations != self.fail_at and super().allocate(request, num_tokens)
+
+
+# --- An engine for other processes ---------------------------------------------------------------------------
+
+
+class SlowHashModel(HashModel):
+    """Takes as long as a small model would."""
+
+    def run(self, batch: Batch) -> HashOutput:
+        time.sleep(0.002)
+        if 2 in batch.token_ids.tolist() and 2 in batch.positions.tolist() and len(batch.token_ids) == 33:
+            raise RuntimeError("the model broke")  # a prompt of 33 tokens with a 2 in it is its undoing
+        return super().run(batch)
+
+
+def build_hash_engine(config: EngineConfig) -> Engine:
+    """What `EngineClient(config, factory="fakes:build_hash_engine")` runs."""
+    if config.model == "missing":
+        raise FileNotFoundError("no model called 'missing'")
+    kv_cache = KVCacheManager(64, 16)
+    return Engine(
+        scheduler=Scheduler(kv_cache, max_num_seqs=8, max_num_batched_tokens=64),
+        runner=Runner(SlowHashModel(64, 16)),
+        sampler=ReferenceSampler(),
+        drafting=Drafting(NoProposer(), method="off", max_draft_tokens=0, vocab_size=4),
+        vocabulary=VOCABULARY,
+        max_model_len=1000,
+        seed=config.seed,
+    )

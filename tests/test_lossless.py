@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from fakes import VOCABULARY, FailingAllocator, HashModel, ReferenceSampler, ScriptedProposer
 from hypothesis import Phase, given, settings
-from strategies import MAX_MODEL_LEN, Arrival, Traffic, small_traffic, traffic
+from strategies import MAX_MODEL_LEN, Arrival, Traffic, random_traffic, small_traffic, traffic
 
 from outrider.engine.drafting import Drafting
 from outrider.engine.engine import Engine
@@ -16,13 +18,16 @@ from outrider.engine.kv_cache import KVCacheManager
 from outrider.engine.runner import Runner
 from outrider.engine.scheduler import Scheduler
 from outrider.request import FinishReason, RequestOutput
+from outrider.spec_decode.proposer import Drafts
 
 # A failing load says enough as it is, and shrinking one takes minutes.
 NO_SHRINKING = (Phase.explicit, Phase.reuse, Phase.generate)
 MOST_STEPS = 3000  # far more than any traffic here needs
 
 
-def build_engine(load: Traffic, kv_cache: KVCacheManager | None = None) -> Engine:
+def build_engine(
+    load: Traffic, kv_cache: KVCacheManager | None = None, nan_after: tuple[int, ...] = ()
+) -> Engine:
     kv_cache = kv_cache or KVCacheManager(load.num_blocks, load.block_size, load.enable_prefix_caching)
     return Engine(
         scheduler=Scheduler(
@@ -32,7 +37,7 @@ def build_engine(load: Traffic, kv_cache: KVCacheManager | None = None) -> Engin
             enable_chunked_prefill=load.enable_chunked_prefill,
             max_prompt_tokens_beside_decode=load.max_prompt_tokens_beside_decode,
         ),
-        runner=Runner(HashModel(load.num_blocks, load.block_size)),
+        runner=Runner(HashModel(load.num_blocks, load.block_size, nan_after)),
         sampler=ReferenceSampler(),
         drafting=Drafting(
             ScriptedProposer(random.Random(load.seed), load.hit, load.answers, load.misbehave),
@@ -150,3 +155,64 @@ def test_whichever_allocation_fails_the_streams_are_right_and_all_blocks_come_ho
         if allocator.num_allocations < fail_at:
             return
     pytest.fail("there are more allocations than the test expects")
+
+
+@settings(max_examples=60, phases=NO_SHRINKING)
+@given(traffic)
+def test_a_request_whose_logits_are_not_numbers_ends_with_an_error_and_the_others_go_on(load: Traffic) -> None:
+    unlucky = load.arrivals[0]
+    before = unlucky.expected.token_ids[: len(unlucky.expected.token_ids) // 2]
+    poison = (*unlucky.request.prompt_token_ids, *before)
+    engine = build_engine(load, nan_after=poison)
+    streams: dict[str, list[RequestOutput]] = {a.request.request_id: [] for a in load.arrivals}
+    for arrival in load.arrivals:
+        engine.add_request(arrival.request)
+    while engine.has_work:
+        for output in engine.step():
+            streams[output.request_id].append(output)
+        engine.scheduler.check()
+    for arrival in load.arrivals:
+        stream = streams[arrival.request.request_id]
+        if (*arrival.request.prompt_token_ids, *arrival.expected.token_ids)[: len(poison)] != poison:
+            check_stream(arrival, stream)
+        elif arrival.expected.finish_reason is not FinishReason.ERROR:
+            made = [token for output in stream for token in output.token_ids]
+            assert made == arrival.expected.token_ids[: len(made)]
+            assert stream[-1].finish_reason in (FinishReason.ERROR, arrival.expected.finish_reason)
+    last = streams[unlucky.request.request_id][-1]
+    assert last.finish_reason is FinishReason.ERROR
+    assert last.error and "not numbers" in last.error
+
+
+def test_a_failing_proposer_is_counted_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(ScriptedProposer):
+        def propose(self, requests: Sequence[Any], limits: Sequence[int]) -> list[Drafts]:
+            raise RuntimeError("out of ideas")
+
+    load = next(load for load in map(random_traffic, range(100)) if load.max_draft_tokens)
+    engine = build_engine(load)
+    engine.drafting.proposer = Broken(random.Random(0), 1.0, {})
+    arrival = next(a for a in load.arrivals if len(a.expected.token_ids) > 4 and not a.request.params.speculation)
+    engine.add_request(arrival.request)
+    stream = []
+    while engine.has_work:
+        stream += engine.step()
+    check_stream(arrival, stream)
+    assert engine.stats()["num_draft_errors"] >= 3
+    assert [record.getMessage() for record in caplog.records].count(
+        "the proposer failed (propose: out of ideas); its drafts are dropped"
+    ) == 1
+
+
+def test_a_request_that_is_running_already_is_refused() -> None:
+    load = random_traffic(0)
+    engine = build_engine(load)
+    engine.add_request(load.arrivals[0].request)
+    with pytest.raises(ValueError, match="already running"):
+        engine.add_request(load.arrivals[0].request)
+
+
+def test_an_engine_whose_cache_is_smaller_than_its_context_is_refused() -> None:
+    load = random_traffic(0)
+    with pytest.raises(ValueError, match="exceeds the cache"):
+        build_engine(load, KVCacheManager(1, 16))
