@@ -247,10 +247,14 @@ def _iq4_xs_to_q8_0(raw: np.ndarray) -> np.ndarray:
 
 
 def quantize_q8_0(values: np.ndarray) -> np.ndarray:
-    """float32 [..., 32] -> q8_0 blocks uint8 [..., 34]: absmax / 127, rounded half to even."""
-    scale = np.abs(values).max(axis=-1, keepdims=True) / np.float32(127)
-    inverse = np.divide(1, scale, out=np.zeros_like(scale), where=scale > 0)
-    q = np.rint(values * inverse).astype(np.int8)
+    """float32 [..., 32] -> q8_0 blocks uint8 [..., 34]: scale absmax / 127, rounded to nearest.
+
+    The integers are chosen for the scale as fp16 holds it, so that its rounding is mostly made up for.
+    """
+    scale = (np.abs(values).max(axis=-1, keepdims=True) / np.float32(127)).astype(np.float16)
+    stored = scale.astype(np.float32)
+    inverse = np.divide(1, stored, out=np.zeros_like(stored), where=stored > 0)
+    q = np.clip(np.rint(values * inverse), -127, 127).astype(np.int8)
     return np.concatenate([_fp16_bytes(scale[..., 0]), q.view(np.uint8)], axis=-1)
 
 
