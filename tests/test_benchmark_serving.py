@@ -247,6 +247,7 @@ def test_the_script_measures_a_running_server(tmp_path: Path, capsys: pytest.Cap
 def test_the_script_starts_alternates_and_stops_its_own_servers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(report, "plot", lambda *a: False)
     commands = []
 
     def command(host: str, port: int, *rest: object) -> list[str]:
@@ -282,7 +283,10 @@ def test_the_script_starts_alternates_and_stops_its_own_servers(
     assert not any(health_ok(f"http://127.0.0.1:{c[0]}") for c in commands)
 
 
-def test_the_baseline_on_a_running_server_is_asked_for_by_request(tmp_path: Path) -> None:
+def test_the_baseline_on_a_running_server_is_asked_for_by_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "plot", lambda *a: False)
     with FakeServer() as server:
         run_script(tmp_path, "--base-url", server.url, "--baseline", "--rounds", "2", "--num-prompts", "2")
         requests = server.requests[2:]  # after the warm-up of both sides
