@@ -13,9 +13,9 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-import tokenizers
 import torch
 import transformers
+from tiny_checkpoints import save_tokenizer
 
 from outrider.backends import make_backend
 from outrider.models.loader import Checkpoint, load_checkpoint
@@ -114,14 +114,6 @@ def _random_model(family: str) -> Any:
             else:
                 parameter.normal_(std=parameter.shape[1] ** -0.5 * 1.5)
     return model
-
-
-def save_tokenizer(path: str) -> None:
-    """A tokenizer.json with one piece an id."""
-    vocab = {chr(33 + index): index for index in range(VOCAB - 10)}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    tokenizer.save(str(Path(path) / "tokenizer.json"))
 
 
 class Sequence:
