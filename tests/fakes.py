@@ -358,7 +358,7 @@ class FailingAllocator(KVCacheManager):
         return self.num_allocations != self.fail_at and super().allocate(request, num_tokens)
 
 
-# --- An engine for other processes ---------------------------------------------------------------------------
+# --- An engine for other processes -------------------------------------------------------------------------
 
 
 class SlowHashModel(HashModel):

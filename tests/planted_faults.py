@@ -1,4 +1,4 @@
-"""Faults planted one at a time, each of which the tests must catch: a fault that none catches is a missing test.
+"""Faults planted one at a time, each of which the tests must catch; one that none catches is a missing test.
 
     python tests/planted_faults.py        tries them all and says what caught each, and how fast
 

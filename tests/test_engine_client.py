@@ -119,7 +119,9 @@ def test_what_the_engine_refuses_is_an_error_of_that_request_alone() -> None:
     async def check() -> None:
         async with started() as client:
             good = asyncio.create_task(collect(client, request("good")))
-            for i, bad in enumerate((request(prompt=[9]), request(prompt=[0] * 1000), request(temperature=-1.0))):
+            for i, bad in enumerate(
+                (request(prompt=[9]), request(prompt=[0] * 1000), request(temperature=-1.0))
+            ):
                 (output,) = await collect(client, bad)
                 assert output.finish_reason is FinishReason.ERROR
                 assert output.error and ("0..3", "1000 tokens", "temperature")[i] in output.error

@@ -137,7 +137,7 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 def test_no_request_ever_reads_another_ones_data() -> None:
-    run_state_machine_as_test(CacheMachine, settings=settings(max_examples=60, stateful_step_count=40))
+    run_state_machine_as_test(CacheMachine, settings=settings(max_examples=40, stateful_step_count=40))
 
 
 def filled(manager: KVCacheManager, request: Request) -> Request:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 from fakes import EOS, VOCABULARY, plain_decode
@@ -25,7 +26,7 @@ def vocabulary_of(pieces: list[bytes]) -> Vocabulary:
 
 def pieces_of(data: bytes, cuts: list[int]) -> list[bytes]:
     places = sorted({cut % (len(data) + 1) for cut in cuts} | {0, len(data)})
-    return [data[a:b] for a, b in zip(places, places[1:], strict=False)]
+    return [data[a:b] for a, b in pairwise(places)]
 
 
 def show(pieces: list[bytes], params: SamplingParams) -> tuple[list[str], OutputStream]:
@@ -52,7 +53,9 @@ def test_increments_join_to_the_text_and_never_show_half_a_character(cuts: list[
 
 
 @given(st.binary(max_size=40), cuts)
-def test_bytes_that_are_no_text_are_shown_as_a_whole_decoding_shows_them(data: bytes, cuts: list[int]) -> None:
+def test_bytes_that_are_no_text_are_shown_as_a_whole_decoding_shows_them(
+    data: bytes, cuts: list[int]
+) -> None:
     increments, _ = show(pieces_of(data, cuts), SamplingParams())
     assert "".join(increments) == data.decode(errors="replace")
 

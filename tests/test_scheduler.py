@@ -117,9 +117,11 @@ class Simulation:
         )
         finish_step(scheduler, plan, rng)
         scheduler.check()
-        assert all(row.request.is_caught_up for row in plan.rows if row.has_logits and row.request in self.live
-                   and not row.request.is_finished)  # fmt: skip
-        assert not plan or any(r.is_finished or r.num_computed_tokens > before[r.request_id] for r in self.live)
+        emitted = [row.request for row in plan.rows if row.has_logits and not row.request.is_finished]
+        assert all(request.is_caught_up for request in emitted)
+        assert not plan or any(
+            r.is_finished or r.num_computed_tokens > before[r.request_id] for r in self.live
+        )
         self.live = [r for r in self.live if not r.is_finished]
 
     def check_plan(self, plan: Plan) -> None:
@@ -157,7 +159,9 @@ def test_every_plan_keeps_the_promises_and_everyone_is_served() -> None:
         assert events[name] >= 50, f"{name} hardly happened: {dict(events)}"
 
 
-def simple_model(prompts: list[tuple[int, int]], max_num_seqs: int, budget: int) -> list[list[tuple[int, int]]]:
+def simple_model(
+    prompts: list[tuple[int, int]], max_num_seqs: int, budget: int
+) -> list[list[tuple[int, int]]]:
     """What first come, first served means, without a cache: per step the (request, tokens) that run."""
     left = [prompt for prompt, _ in prompts]
     to_emit = [output for _, output in prompts]

@@ -43,9 +43,8 @@ def load(config: EngineConfig) -> Checkpoint:
 
 
 def build_engine(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Engine:
-    """An engine that is ready for requests; the exception holds a sentence for the user when there is none."""
+    """An engine that is ready for requests; what prevents one is in the exception, for the user."""
     checkpoint = checkpoint or load(config)
-    model = checkpoint.config
     max_num_logits = min(max(config.max_num_seqs, _LOGITS_ROWS), config.max_num_batched_tokens)
     plan = _plan_memory(config, checkpoint, max_num_logits)
     logger.info("%s", plan.describe())
@@ -103,8 +102,8 @@ def _plan_memory(config: EngineConfig, checkpoint: Checkpoint, max_num_logits: i
     if not config.enable_chunked_prefill and plan.max_model_len > config.max_num_batched_tokens:
         raise ValueError(
             f"without chunked prefill a prompt must fit into one step: the context is {plan.max_model_len} "
-            f"tokens, max_num_batched_tokens {config.max_num_batched_tokens}; raise --max-num-batched-tokens, "
-            "lower --max-model-len or leave chunked prefill on"
+            f"tokens, max_num_batched_tokens {config.max_num_batched_tokens}; raise that with "
+            "--max-num-batched-tokens, lower --max-model-len or leave chunked prefill on"
         )
     return plan
 

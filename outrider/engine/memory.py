@@ -34,7 +34,7 @@ class MemoryPlan:
         """The plan for people, in one line."""
         return (
             f"memory: {self.usable / _MIB:.0f} of {self.available / _MIB:.0f} MiB available may be used: "
-            f"weights {self.weights / _MIB:.0f}, a step's activations {self.activations / _MIB:.0f} and logits "
+            f"weights {self.weights / _MIB:.0f}, activations {self.activations / _MIB:.0f} and logits "
             f"{self.logits / _MIB:.0f}, cache up to {self.cache / _MIB:.0f} ({self.num_blocks} blocks of "
             f"{self.block_size} tokens); context {self.max_model_len}"
         )

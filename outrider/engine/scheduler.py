@@ -200,7 +200,9 @@ class Scheduler:
             is_generating = request.is_caught_up
             num_left = request.num_tokens - request.num_computed_tokens
             num_tokens = budget.share(num_left + len(request.drafts), is_generating)
-            if num_tokens > num_left and not self._hold_drafts(request, num_tokens, len(self.running) - i - 1):
+            if num_tokens > num_left and not self._hold_drafts(
+                request, num_tokens, len(self.running) - i - 1
+            ):
                 num_tokens = num_left
             if not self._hold(request, num_tokens, preempted):
                 break  # it was the last one and has been preempted itself
