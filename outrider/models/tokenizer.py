@@ -75,11 +75,10 @@ class Tokenizer:
         """The ids of `text`. Special tokens written out in it are recognised; `add_special_tokens` adds
         those that the tokenizer puts around a text (often a beginning-of-text token)."""
         try:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            text.encode()
         except UnicodeEncodeError as error:
-            raise ValueError(
-                f"the text cannot be encoded: it has a lone surrogate at {error.start}"
-            ) from error
+            raise ValueError(f"the text has a lone surrogate at character {error.start}") from error
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of the ids; bytes that are no UTF-8 become U+FFFD."""
