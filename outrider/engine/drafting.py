@@ -16,6 +16,8 @@ from outrider.spec_decode.proposer import NO_DRAFTS, Drafts, NoProposer, Propose
 
 logger = logging.getLogger(__name__)
 
+_PROFIT_RATE = 0.02  # weight of a step in the profit that is shown
+
 
 class DraftController(Protocol):
     """Decides how many of the proposed nodes are worth verifying."""
@@ -38,7 +40,9 @@ class Drafting:
         max_draft_tokens: int,
         vocab_size: int,
         controller: DraftController | None = None,
+        plain_step: Callable[[int, int], float] | None = None,
     ) -> None:
+        """`plain_step` is what a step without drafts takes, of (requests, mean context)."""
         self.proposer = proposer
         self.controller = controller
         self.num_errors = 0
@@ -46,7 +50,10 @@ class Drafting:
         self._method = method
         self._max_draft_tokens = max_draft_tokens
         self._vocab_size = vocab_size
+        self._plain_step = plain_step
         self._logged: set[str] = set()
+        self._plain_seconds = 0.0  # what recent steps' tokens would have taken without drafts, a step
+        self._seconds = 0.0  # what they took
 
     def observe(self, results: Sequence[StepResult], hidden: Any) -> None:
         """Tell what became true in a step, and who has finished."""
@@ -64,18 +71,29 @@ class Drafting:
 
     def stats(self) -> dict[str, Any]:
         """What the proposer and the controller tell about themselves."""
-        stats = {"method": self._method, "proposer": self._guarded("stats", self.proposer.stats) or {}}
+        stats: dict[str, Any] = {
+            "method": self._method,
+            "proposer": self._guarded("stats", self.proposer.stats) or {},
+        }
+        if self._seconds > 0:
+            stats["profit_ratio"] = self._plain_seconds / self._seconds
         if self.controller is not None:
             stats["controller"] = self._guarded("stats", self.controller.stats) or {}
         return stats
 
-    def observe_step(self, plan: Plan, seconds: float) -> None:
+    def observe_step(self, plan: Plan, results: Sequence[StepResult], seconds: float) -> None:
         """Tell how long a step took, from planning to drafting."""
+        if self.controller is None:
+            return
+        num_rows = sum(row.num_tokens for row in plan.rows)
+        context = sum(row.start for row in plan.rows) // len(plan.rows)
         controller = self.controller
-        if controller is not None and self.is_active:
-            rows = sum(row.num_tokens for row in plan.rows)
-            context = sum(row.start for row in plan.rows) // len(plan.rows)
-            self._guarded("controller", lambda: controller.observe_step(rows, context, seconds))
+        self._guarded("controller", lambda: controller.observe_step(num_rows, context, seconds))
+        if self._plain_step is not None and all(row.num_tokens == len(row.drafts) + 1 for row in plan.rows):
+            num_steps = sum(len(result.token_ids) for result in results) / len(results)
+            plain_seconds = num_steps * self._plain_step(len(results), context)
+            self._plain_seconds += (plain_seconds - self._plain_seconds) * _PROFIT_RATE
+            self._seconds += (seconds - self._seconds) * _PROFIT_RATE
 
     def propose(self, running: Sequence[Request], num_prompt_rows: int = 0) -> None:
         """Set the drafts of the running requests that are generating. About `num_prompt_rows` rows of

@@ -128,7 +128,7 @@ class Engine:
         self.drafting.observe(results, output.hidden)
         self.drafting.propose(self.scheduler.running, self.scheduler.num_prompt_tokens_next())
         end = time.monotonic()
-        self.drafting.observe_step(plan, end - begin)
+        self.drafting.observe_step(plan, results, end - begin)
         self.metrics.observe_step(results, begin, end)
 
         outputs = []

@@ -141,7 +141,7 @@ def _drafting(
 ) -> Drafting:
     speculative = config.speculative_config
     proposer = make_proposer(speculative)
-    controller = None
+    controller = plain_step = None
     if speculative.adaptive and not isinstance(proposer, NoProposer):
         key: dict[str, str | int] = {
             "model": os.path.abspath(checkpoint.path),
@@ -158,7 +158,12 @@ def _drafting(
             max_rows=min(config.max_num_batched_tokens, _LOGITS_ROWS),
             max_context=plan.max_model_len,
         )
-        controller = Controller(StepCost(calibration))
+        cost = StepCost(calibration)
+        controller = Controller(cost)
+
+        def plain_step(num_requests: int, context: int) -> float:
+            return cost.curve(context, num_requests)[num_requests]
+
         runner.seconds = 0.0
     return Drafting(
         proposer,
@@ -166,6 +171,7 @@ def _drafting(
         max_draft_tokens=speculative.num_speculative_tokens or MOST_DRAFT_TOKENS,
         vocab_size=checkpoint.config.vocab_size,
         controller=controller,
+        plain_step=plain_step,
     )
 
 
