@@ -362,14 +362,15 @@ void Program::check_requests(const AttentionBatch& batch) const {
 void Program::reserve_scratch() {
   const int threads = ThreadPool::global().size();
   if (threads == scratch_threads_) return;
-  linear_scratch_.reserve(max_rows_, max_k_, threads);
+  linear_scratch_ = std::make_unique<LinearScratch>();
+  linear_scratch_->reserve(max_rows_, max_k_, threads);
   scratch_threads_ = threads;
 }
 
 void Program::run(const StepInputs& inputs) {
   check(inputs);
   reserve_scratch();
-  const Step step{inputs, linear_scratch_, attention_scratch_};
+  const Step step{inputs, *linear_scratch_, attention_scratch_};
   run_team([&](Team& team) {
     if (!profile_ || team.rank() != 0) {
       for (const auto& instruction : instructions_) instruction->run(team, step);

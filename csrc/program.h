@@ -108,7 +108,7 @@ class Program {
   std::vector<std::unique_ptr<Instruction>> instructions_;
   std::shared_ptr<KVCache> cache_;
   int64_t vocab_size_ = INT64_MAX, max_positions_ = INT64_MAX, max_k_ = 0;
-  LinearScratch linear_scratch_;
+  std::unique_ptr<LinearScratch> linear_scratch_;
   AttentionScratch attention_scratch_;
   int scratch_threads_ = 0;
   bool profile_ = false;
