@@ -245,8 +245,13 @@ asyncio.run(main())
 def test_the_engine_ends_when_its_parent_is_killed() -> None:
     with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
-        pid = int(parent.stdout.readline().split()[0])
+        pid, directory = parent.stdout.readline().split()
         parent.kill()
+    wait_for_end(int(pid))
+    assert not os.path.exists(directory)
+
+
+def wait_for_end(pid: int) -> None:
     end = time.monotonic() + 10
     while time.monotonic() < end:
         try:

@@ -231,7 +231,7 @@ def test_a_better_priority_overtakes_the_queue_and_takes_a_place() -> None:
 
 def test_a_stream_of_urgent_requests_does_not_starve_the_others() -> None:
     scheduler = make_scheduler(max_num_seqs=1)
-    patient = make_request("patient", 4, 1, priority=1)
+    patient = make_request("patient", 4, 20, priority=1)
     scheduler.add(patient)
     for step in range(3 * Scheduler.PATIENCE):
         scheduler.add(make_request(f"urgent {step}", 4, 1))

@@ -11,6 +11,7 @@ import gc
 import importlib
 import logging
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -101,7 +102,7 @@ def main(address: str) -> int:
     """Build the engine that the first message asks for and serve it; the exit code says how it ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    _end_with_parent()
+    _end_with_parent(address)
     context = zmq.Context()
     socket = context.socket(zmq.PAIR)
     socket.set_hwm(0)
@@ -150,12 +151,14 @@ def _build(start: ToEngine) -> Engine:
     return engine
 
 
-def _end_with_parent() -> None:
-    """Standard input is a pipe that only the parent writes to: its end means that the parent is gone."""
+def _end_with_parent(address: str) -> None:
+    """Standard input is a pipe that only the parent writes to: its end means that the parent is gone, and
+    cannot remove the socket's directory any more."""
 
     def wait() -> None:
         while os.read(0, 64):
             pass
+        shutil.rmtree(os.path.dirname(address.removeprefix("ipc://")), ignore_errors=True)
         os._exit(1)
 
     threading.Thread(target=wait, name="parent-watch", daemon=True).start()

@@ -178,11 +178,12 @@ class Scheduler:
         assert all(r.num_computed_tokens < r.num_tokens for r in self.running)
 
     def _make_way(self, preempted: list[Request]) -> None:
-        """Preempt running requests of a worse priority that keep a better one from being admitted."""
+        """Preempt running requests of a worse priority that keep a better one from being admitted, unless
+        they have waited so long that they stand before it."""
         while self.waiting and self.running:
             first, last = self.waiting[0], self.running[-1]
             has_room = len(self.running) < self.max_num_seqs and self._has_blocks_for(first)
-            if has_room or first.priority >= last.priority:
+            if has_room or first.priority >= last.priority or first.rank > last.rank:
                 return
             self._preempt(last, preempted)
 

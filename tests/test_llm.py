@@ -1,0 +1,69 @@
+"""Offline use, as the documentation shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from outrider.config_fields import ConfigError
+from outrider.llm import LLM
+from outrider.request import FinishReason, SamplingParams
+
+pytestmark = pytest.mark.model
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def llm(builtin_model: Path) -> Iterator[LLM]:
+    with LLM(str(builtin_model), max_model_len=512, num_kv_blocks=64) as llm:
+        yield llm
+
+
+def test_answers_come_in_the_order_of_the_prompts(llm: LLM) -> None:
+    prompts = ["One, two, three,", "The capital of France is", "def add(a, b):\n    return"]
+    together = llm.generate(prompts, GREEDY, use_progress_bar=True)
+    alone = [llm.generate(prompt, GREEDY)[0] for prompt in prompts]
+    assert [c.text for c in together] == [c.text for c in alone]
+    assert "Paris" in together[1].text
+    for completion in together:
+        assert completion.usage.completion_tokens == len(completion.token_ids) == 12
+        assert completion.finish_reason is FinishReason.LENGTH
+        assert completion.speculation["steps"] <= 12
+        assert llm.tokenizer.decode(completion.token_ids) == completion.text
+
+
+def test_prompts_may_be_token_ids(llm: LLM) -> None:
+    ids = llm.tokenizer.encode("The capital of France is")
+    assert (
+        llm.generate(ids, GREEDY)[0].token_ids
+        == llm.generate("The capital of France is", GREEDY)[0].token_ids
+    )
+    assert len(llm.generate([ids, ids], GREEDY)) == 2
+
+
+def test_each_prompt_may_have_its_own_parameters(llm: LLM) -> None:
+    first, second = llm.generate(["Hello", "Hello"], [GREEDY, SamplingParams(max_tokens=3, seed=7)])
+    assert (len(first.token_ids), len(second.token_ids), second.seed) == (12, 3, 7)
+    with pytest.raises(ValueError, match="2 prompts need as many"):
+        llm.generate(["a", "b"], [GREEDY])
+
+
+def test_chat_uses_the_template(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "Say hello."}]
+    (answer,) = llm.chat(messages, GREEDY)
+    assert answer.usage.prompt_tokens > 10
+    assert llm.chat([messages, messages], GREEDY)[1].text == answer.text
+
+
+def test_a_refused_prompt_leaves_nothing_behind(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="600 tokens, but at most 511"):
+        llm.generate([[5], [5] * 600], GREEDY)
+    assert not llm.engine.has_work
+    assert llm.generate("Hello", GREEDY)[0].text
+
+
+def test_unknown_keywords_are_errors() -> None:
+    with pytest.raises(ConfigError, match="max_num_seqs"):
+        LLM(max_num_seq=3)
