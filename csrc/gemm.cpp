@@ -2,6 +2,7 @@
 #include "gemm.h"
 
 #include <algorithm>
+#include <atomic>
 #include <stdexcept>
 
 #include "gemm_impl.h"
@@ -15,6 +16,8 @@ namespace {
 
 // Up to this many rows every thread prepares all rows for itself, which costs less than a barrier.
 constexpr int64_t kOwnRows = 2;
+// With few rows a run is a few microseconds of reading; with more, one tile is enough work.
+constexpr int64_t kFewRows = 4, kFewRowsRun = 2;
 // Prepared rows that stay in a core's L2 while tiles pass by.
 constexpr int64_t kRowBlockBytes = 256 * 1024;
 
@@ -45,7 +48,17 @@ uint8_t* aligned(std::vector<uint8_t>& bytes) {
 }
 
 // A thread's scratch: for the tile kernels, a row in fp32, then its own prepared rows.
-int64_t staging_bytes(int64_t blocks) { return round_up(blocks * kStagingPerBlock * 4, 64); }
+int64_t staging_bytes(int64_t blocks) { return round_up(staging_floats(blocks) * 4, 64); }
+
+}  // namespace
+
+// How far the shares are taken, for this op and, already reset, for the next.
+struct alignas(128) LinearScratch::Counters {
+  std::atomic<int64_t> taken[2] = {};
+  uint32_t ops = 0;  // owner only: ops passed
+};
+
+namespace {
 
 struct Linear {
   const LinearArgs& args;
@@ -66,25 +79,45 @@ struct Linear {
   }
 
   void compute(int64_t tile_begin, int64_t tile_end, int64_t row_begin, int64_t row_end, const Prepared& from,
-               uint8_t* scratch) const {
+               const uint8_t* next, uint8_t* scratch) const {
     kernels.tiles({&weight, tile_begin, tile_end, from.quads + row_begin / kQuad * quad_bytes, from.units + row_begin,
                    row_end - row_begin, args.bias, args.epilogue, args.out + row_begin * args.out_stride,
-                   args.out_stride, scratch});
+                   args.out_stride, next, scratch});
   }
 };
 
-// Tiles in runs for a team: first one long run a thread, a fixed part of an even share, then short ones for whoever
-// is free, so that few runs are taken and all threads end together.
-struct Runs {
-  int64_t tiles, threads, large, small;
-  Runs(int64_t tiles, int64_t threads)
-      : tiles(tiles), threads(threads), large(tiles * 3 / 4 / threads),
-        small(std::max<int64_t>(1, (tiles - large * threads) / (threads * 4))) {}
-  int64_t count() const { return threads + ceil_div(tiles - large * threads, small); }
-  int64_t begin(int64_t run) const {
-    return run <= threads ? run * large : std::min(tiles, large * threads + (run - threads) * small);
-  }
+// Work items [0, items) in equal shares, one a thread. Each thread goes through its own share in order, a run at a
+// time, so that it reads one stream; then it helps the others with theirs.
+struct Shares {
+  int64_t items, threads, run;
+  int64_t begin(int64_t thread) const { return items * thread / threads; }
 };
+
+// Collective: fn(begin, end, whether the own share ends here) for runs that together are all items; ends with a
+// barrier.
+template <class F>
+void for_each_run(Team& team, const Shares& shares, LinearScratch& scratch, F&& fn) {
+  LinearScratch::Counters& own = scratch.counters[team.rank()];
+  const uint32_t op = own.ops++;
+  for (int i = 0; i < team.size(); ++i) {
+    const int thread = (team.rank() + i) % team.size();
+    const int64_t first = shares.begin(thread), last = shares.begin(thread + 1);
+    for (;;) {
+      const int64_t begin = first + scratch.counters[thread].taken[op % 2].fetch_add(shares.run, std::memory_order_relaxed);
+      if (begin >= last) break;
+      const int64_t end = std::min(begin + shares.run, last);
+      fn(begin, end, end == last || i > 0);
+    }
+  }
+  // The next op's counter was last used before the barrier that ended the previous op.
+  own.taken[(op + 1) % 2].store(0, std::memory_order_relaxed);
+  team.barrier();
+}
+
+// Where this thread will begin in a weight.
+const uint8_t* first_tile(const PackedWeight::Impl& weight, const Team& team) {
+  return weight.data.get() + Shares{weight.tiles, team.size(), 1}.begin(team.rank()) * weight.tile_bytes();
+}
 
 }  // namespace
 
@@ -94,9 +127,13 @@ void check_linear(const LinearArgs& args) {
     throw std::invalid_argument("linear: the epilogues silu_mul and gelu_mul need an interleaved weight");
 }
 
+LinearScratch::LinearScratch() = default;
+LinearScratch::~LinearScratch() = default;
+
 void LinearScratch::reserve(int64_t max_rows, int64_t max_k, int threads) {
   const int64_t blocks = ceil_div(max_k, kBlock), widest = sizeof(FloatBlock);
   shared.resize(size_t(std::max<int64_t>(shared.size(), 64 + prepared_bytes(max_rows, blocks, widest))));
+  if (int64_t(per_thread.size()) < threads) counters.reset(new Counters[size_t(threads)]);
   per_thread.resize(size_t(std::max<int64_t>(per_thread.size(), threads)));
   const int64_t own = 64 + kTileScratch + staging_bytes(blocks) + prepared_bytes(kOwnRows, blocks, widest);
   for (auto& bytes : per_thread) bytes.resize(size_t(std::max<int64_t>(bytes.size(), own)));
@@ -117,11 +154,16 @@ void linear(Team& team, const LinearArgs& args, LinearScratch& scratch) {
     });
   }
   const int64_t row_block = std::min(kRowBlockMax, std::max(kQuad, kRowBlockBytes / op.quad_bytes * kQuad));
-  const Runs runs(op.weight.tiles, team.size());
-  team.for_each(ceil_div(args.rows, row_block) * runs.count(), 1, [&](int64_t begin, int64_t end) {
-    for (int64_t item = begin; item < end; ++item) {
-      const int64_t run = item % runs.count(), row = item / runs.count() * row_block;
-      op.compute(runs.begin(run), runs.begin(run + 1), row, std::min(row + row_block, args.rows), prepared, own);
+  const int64_t tiles = op.weight.tiles;
+  const Shares shares{ceil_div(args.rows, row_block) * tiles, team.size(), args.rows <= kFewRows ? kFewRowsRun : 1};
+  for_each_run(team, shares, scratch, [&](int64_t begin, int64_t end, bool last) {
+    while (begin < end) {  // a run may cross from one block of rows to the next
+      const int64_t tile = begin % tiles, row = begin / tiles * row_block;
+      const int64_t count = std::min(end - begin, tiles - tile);
+      const uint8_t* next = op.weight.data.get() + (tile + count) % tiles * op.weight.tile_bytes();
+      if (last && args.next) next = first_tile(args.next->impl(), team);
+      op.compute(tile, tile + count, row, std::min(row + row_block, args.rows), prepared, next, own);
+      begin += count;
     }
   });
 }

@@ -70,13 +70,19 @@ struct LinearArgs {
   Epilogue epilogue = Epilogue::store;
   float* out = nullptr;  // [rows, n or n/2], apart from x
   int64_t out_stride = 0;
+  const PackedWeight* next = nullptr;  // what the team will multiply by after this, or null: a hint to fetch it early
 };
 
-// Bytes of scratch that linear needs for `rows` rows (shared by the team and per thread).
+// Memory that linear works in, for the team (prepared rows, who computes what) and for each thread.
 struct LinearScratch {
+  LinearScratch();
+  ~LinearScratch();
+  void reserve(int64_t max_rows, int64_t max_k, int threads);
+
+  struct Counters;
   std::vector<uint8_t> shared;
   std::vector<std::vector<uint8_t>> per_thread;
-  void reserve(int64_t max_rows, int64_t max_k, int threads);
+  std::unique_ptr<Counters[]> counters;
 };
 
 // Throws std::invalid_argument when epilogue and weight do not fit together. linear does not look.

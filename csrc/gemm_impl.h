@@ -99,15 +99,16 @@ class PackedRow {
   int64_t lane_, stride_, value_bytes_;
 };
 
-// One activation row in, its lane of a quad out.
-constexpr int64_t kStagingPerBlock = kBlock + 1;  // the row, and the largest value of each group
+// The row, and the largest value of each group, of eight groups at a time.
+constexpr int64_t staging_floats(int64_t blocks) { return blocks * kBlock + (blocks + 7) / 8 * 8; }
 
+// One activation row in, its lane of a quad out.
 struct PrologueRow {
   const float* x;
   const float* norm_weight;  // or null
   float norm_eps;
   int64_t k;
-  float* staging;  // kStagingPerBlock floats for each 32 of k
+  float* staging;  // staging_floats(blocks)
   void* quad;      // Q8Block, Q16Block or FloatBlock [blocks]
   int lane;
   float* unit;     // of this row
@@ -124,7 +125,8 @@ struct TileRange {
   Epilogue epilogue;
   float* out;
   int64_t out_stride;
-  uint8_t* scratch;  // kTileScratch bytes, aligned to 64, of this thread
+  const uint8_t* next;  // memory that this thread will probably read after the last tile
+  uint8_t* scratch;     // kTileScratch bytes, aligned to 64, of this thread
 };
 
 constexpr int64_t kRowBlockMax = 512;     // rows of a TileRange at most

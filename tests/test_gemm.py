@@ -297,7 +297,7 @@ def test_wrong_arguments_say_what_is_wrong():
         (lambda: PackedWeight.quantize(x, 3), "use 4 or 8"),
         (lambda: PackedWeight.quantize(x, 4, 48), "use 32, 64, 128"),
         (
-            lambda: PackedWeight.concat([weight, PackedWeight.quantize(x[:, :16].copy(), 8)]),
+            lambda: PackedWeight.concat([weight, narrower]),
             "same number of inputs",
         ),
         (lambda: _native.linear(x[:, :31].copy(), weight), "must be 32, got 31"),

@@ -29,9 +29,9 @@ OUTRIDER_INLINE __m256i splat4(const void* p) {
 // A thread's memory requests run this far ahead of its arithmetic.
 constexpr int64_t kAhead = 6144;
 template <int Bytes>
-OUTRIDER_INLINE void prefetch(const uint8_t* w) {
+OUTRIDER_INLINE void prefetch(const uint8_t* p) {
 #pragma GCC unroll 16
-  for (int i = 0; i < Bytes; i += 64) _mm_prefetch(reinterpret_cast<const char*>(w + kAhead + i), _MM_HINT_T0);
+  for (int i = 0; i < Bytes; i += 64) _mm_prefetch(reinterpret_cast<const char*>(p + i), _MM_HINT_T0);
 }
 
 template <bool Min>
@@ -40,9 +40,9 @@ struct Int4 {
   static constexpr int64_t unpacked_bytes = 512 + 64 + 64;  // 16 registers of weights, scales, minimums
 
   template <int T, Use use>
-  static OUTRIDER_INLINE void block(const uint8_t* w, uint8_t* unpacked, const Block& x, float* acc) {
+  static OUTRIDER_INLINE void block(const uint8_t* w, const uint8_t* fetch, uint8_t* unpacked, const Block& x, float* acc) {
     const __m256i mask = _mm256_set1_epi8(15);
-    if (use != Use::unpacked) prefetch<Min ? 320 : 288>(w);
+    if (use != Use::unpacked) prefetch<Min ? 320 : 288>(fetch);
     __m256i sum[T][2];
 #pragma GCC unroll 4
     for (int j = 0; j < 4; ++j) {
@@ -97,10 +97,11 @@ struct Int8 {
   static constexpr int64_t unpacked_bytes = 1024 + 64 + 64;
 
   template <int T, Use use>
-  static OUTRIDER_INLINE void block(const uint8_t* w, uint8_t* unpacked, const Block& x, float* acc) {
+  static OUTRIDER_INLINE void block(const uint8_t* w, const uint8_t* fetch, uint8_t* unpacked, const Block& x, float* acc) {
     const __m256i low_bytes = _mm256_set1_epi16(255);
-    if (use != Use::unpacked) prefetch<Min ? 576 : 544>(w);
+    if (use != Use::unpacked) prefetch<Min ? 576 : 544>(fetch);
     __m256i sum[T][2];
+#pragma GCC unroll 4
     for (int t = 0; t < T; ++t) sum[t][0] = sum[t][1] = _mm256_set1_epi32(x.offset[t]);
 #pragma GCC unroll 8
     for (int j = 0; j < 8; ++j) {
@@ -165,11 +166,14 @@ struct Float {
   static constexpr int64_t unpacked_bytes = kBlock * kTileRows * 4;
 
   template <int T, Use use>
-  static OUTRIDER_INLINE void block(const uint8_t* w, uint8_t* unpacked, const Block& x, float* acc) {
-    if (use != Use::unpacked) prefetch<Kind == WeightKind::f32 ? 2048 : 1024>(w);
+  static OUTRIDER_INLINE void block(const uint8_t* w, const uint8_t* fetch, uint8_t* unpacked, const Block& x, float* acc) {
+    if (use != Use::unpacked) prefetch<Kind == WeightKind::f32 ? 2048 : 1024>(fetch);
     __m256 sum[T][2];
-    for (int t = 0; t < T; ++t)
-      for (int h = 0; h < 2; ++h) sum[t][h] = _mm256_load_ps(acc + t * kTileRows + 8 * h);
+#pragma GCC unroll 4
+    for (int t = 0; t < T; ++t) {
+      sum[t][0] = _mm256_load_ps(acc + t * kTileRows);
+      sum[t][1] = _mm256_load_ps(acc + t * kTileRows + 8);
+    }
     for (int i = 0; i < kBlock; ++i) {
       uint8_t* place = unpacked + 64 * i;
       __m256 a, b;
@@ -186,8 +190,11 @@ struct Float {
         sum[t][1] = _mm256_fmadd_ps(b, v, sum[t][1]);
       }
     }
-    for (int t = 0; t < T; ++t)
-      for (int h = 0; h < 2; ++h) _mm256_store_ps(acc + t * kTileRows + 8 * h, sum[t][h]);
+#pragma GCC unroll 4
+    for (int t = 0; t < T; ++t) {
+      _mm256_store_ps(acc + t * kTileRows, sum[t][0]);
+      _mm256_store_ps(acc + t * kTileRows + 8, sum[t][1]);
+    }
   }
 };
 

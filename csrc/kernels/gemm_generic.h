@@ -8,6 +8,8 @@ namespace outrider {
 namespace OUTRIDER_ISA {
 namespace gemm {
 
+constexpr int64_t kAhead = 0;  // nothing is fetched early
+
 inline float load_half(const uint8_t* p) {
   uint16_t half;
   __builtin_memcpy(&half, p, 2);
@@ -21,7 +23,7 @@ struct Int4 {
   static constexpr int64_t unpacked_bytes = 0;
 
   template <int T, Use>
-  static void block(const uint8_t* w, uint8_t*, const Block& x, float* acc) {
+  static void block(const uint8_t* w, const uint8_t*, uint8_t*, const Block& x, float* acc) {
     for (int r = 0; r < kTileRows; ++r) {
       const float scale = load_half(w + 256 + 2 * r);
       const float minimum = Min ? load_half(w + 288 + 2 * r) : -8.0f * scale;
@@ -45,7 +47,7 @@ struct Int8 {
   static constexpr int64_t unpacked_bytes = 0;
 
   template <int T, Use>
-  static void block(const uint8_t* w, uint8_t*, const Block& x, float* acc) {
+  static void block(const uint8_t* w, const uint8_t*, uint8_t*, const Block& x, float* acc) {
     static constexpr int order[4] = {0, 2, 1, 3};
     for (int r = 0; r < kTileRows; ++r) {
       const float scale = load_half(w + 512 + 2 * r);
@@ -80,7 +82,7 @@ struct Float {
   static constexpr int64_t unpacked_bytes = 0;
 
   template <int T, Use>
-  static void block(const uint8_t* w, uint8_t*, const Block& x, float* acc) {
+  static void block(const uint8_t* w, const uint8_t*, uint8_t*, const Block& x, float* acc) {
     for (int64_t i = 0; i < kBlock; ++i)
       for (int64_t r = 0; r < kTileRows; ++r) {
         const float value = load_weight<Kind>(w, i * kTileRows + r);
