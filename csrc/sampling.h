@@ -4,7 +4,7 @@
 // before it, its position and the seed. Wherever values are compared, larger comes first and of equal
 // values the lower token id.
 //
-// Order of work on a row (documented for users in docs/features/sampling):
+// Order of work on a row:
 //   repetition penalty (prompt and output) -> frequency and presence penalty (output) -> logit bias ->
 //   min_tokens mask -> bad words -> temperature -> top-k -> top-p -> min-p -> argmax of value + noise.
 // Penalties, masks and bad words count the row's drafted prefix as if it had been emitted.

@@ -366,6 +366,13 @@ def test_logprobs_come_only_where_they_were_asked_for() -> None:
     assert mixed[1] is not None and mixed[1].top_token_ids == [] and mixed[1].rank >= 1
 
 
+def test_a_mask_that_hides_a_nan_leaves_a_token_but_no_logprobs() -> None:
+    state = make_state(Settings(temperature=0.0, min_tokens=1, ending=[2]), num_logprobs=1)
+    logits = np.array([[0.0, 1.0, np.nan]], np.float32)
+    sampled = Sampler().sample(logits, batch([state], [0]))
+    assert sampled.token_ids == [1] and sampled.logprobs == [None]
+
+
 # --- the Python side ---
 
 

@@ -3,6 +3,10 @@
 The noise of a token is a pure function of (request seed, absolute position, token id), and a row is
 evaluated as if the drafted tokens before it had been emitted. So what a row draws depends on nothing
 else: not on other rows, threads, or whether its prefix was drafted or final.
+
+In this order: repetition penalty (prompt and output), frequency and presence penalty (output), logit bias,
+the min_tokens mask, bad words (across prompt, output and drafts), temperature, top-k, top-p, min-p, and
+the argmax of what is left plus noise. Equal values go to the lower token id, everywhere.
 """
 
 from __future__ import annotations
@@ -42,7 +46,8 @@ class Sampled:
     """One entry for each row of logits.
 
     A token is -1 where the row holds no distribution: a NaN, +inf, or every token masked.
-    `logprobs` is None when no request asked; else None at the rows of requests that did not, and at -1.
+    `logprobs` is None when no request asked; else None at the rows of requests that did not, and where the
+    raw row holds no distribution.
     """
 
     token_ids: list[int]
@@ -101,8 +106,9 @@ def _row_logprobs(
     rows: list[TokenLogprobs | None] = []
     for r, (token, state) in enumerate(zip(tokens, sampling.row_state.tolist(), strict=True)):
         top = slice(starts[r], starts[r + 1])
-        is_wanted = token >= 0 and asked[state]
-        rows.append(
-            TokenLogprobs(chosen[r], ranks[r], top_ids[top], top_logprobs[top]) if is_wanted else None
-        )
+        # No rank: a mask hid what kept the raw row from being a distribution.
+        if token >= 0 and asked[state] and ranks[r] > 0:
+            rows.append(TokenLogprobs(chosen[r], ranks[r], top_ids[top], top_logprobs[top]))
+        else:
+            rows.append(None)
     return rows
