@@ -178,7 +178,7 @@ def test_truncation_and_padding_left_in_the_file_are_ignored(tmp_path: Path) -> 
     assert len(save(library, tmp_path).encode("one two three four five six")) > 5
 
 
-def test_a_model_may_have_more_ids_than_the_tokenizer(tmp_path: Path) -> None:
+def test_a_model_may_have_more_ids_than_the_tokenizer_or_fewer(tmp_path: Path) -> None:
     tokenizer = save(train_byte_level(), tmp_path)
     size = tokenizer.vocab_size
     assert len(tokenizer.token_bytes()) == size
@@ -187,6 +187,16 @@ def test_a_model_may_have_more_ids_than_the_tokenizer(tmp_path: Path) -> None:
     assert tokenizer.decode([size + 4]) == ""
     with pytest.raises(ValueError, match=f"token id {size + 5} is not in the vocabulary"):
         tokenizer.decode([size + 5])
+    tokenizer.attach(size - 1, [2], None)
+    assert len(tokenizer.token_bytes()) == size - 1
+    with pytest.raises(ValueError, match=f"token '<think>' of id {size - 1}, but the model has only"):
+        tokenizer.encode("a<think>b")
+
+
+def test_a_tokenizer_alone_knows_how_many_ids_its_model_has(tmp_path: Path) -> None:
+    save(train_byte_level(), tmp_path)
+    (tmp_path / "config.json").write_text('{"vocab_size": 5000}')
+    assert len(load_tokenizer(str(tmp_path)).token_bytes()) == 5000
 
 
 def test_a_lone_surrogate_is_an_error(tmp_path: Path) -> None:

@@ -257,7 +257,9 @@ def _real_engine(config: EngineConfig, on_death: Callable[[str], None]) -> Any:
 def _real_tokenizer(config: EngineConfig) -> Tokenizer:
     from outrider.models.loader import load_tokenizer
 
-    tokenizer = load_tokenizer(config.tokenizer or config.model, revision=config.revision)
+    tokenizer = load_tokenizer(
+        config.tokenizer or config.model, revision=config.revision, load_format=config.load_format
+    )
     if config.chat_template is not None:
         tokenizer.chat_template = read_chat_template(config.chat_template)
     return tokenizer

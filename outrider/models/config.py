@@ -6,7 +6,7 @@ weight plan only read `ModelConfig`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,55 +118,52 @@ def config_from_hf(
     """The config of a Hugging Face checkpoint. `generation` is its generation_config.json, if it has one."""
     fields = _Fields(values, file)
     architecture = _hf_architecture(values, file)
-    if values.get("quantization_config") is not None:
+    _refuse_unsupported(fields)
+    num_heads, hidden_size = fields.integer("num_attention_heads"), fields.integer("hidden_size")
+    num_layers, max_position = fields.integer("num_hidden_layers"), fields.integer("max_position_embeddings")
+    # The defaults are those of transformers' classes: config.json may leave out what equals them.
+    head_dim = fields.integer("head_dim", 128 if architecture == "qwen3" else hidden_size // num_heads)
+    scaling = _hf_rope(fields)
+    rotary_dim = int(head_dim * _Fields(scaling, file).number("partial_rotary_factor", 1.0))
+    bias = fields.flag("attention_bias", False)
+    config = ModelConfig(
+        architecture=architecture,
+        vocab_size=fields.integer("vocab_size"),
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=fields.integer("num_key_value_heads", num_heads),
+        head_dim=head_dim,
+        intermediate_size=fields.integer("intermediate_size"),
+        rms_eps=fields.number("rms_norm_eps", 1e-6),
+        rope=_rope(scaling, rotary_dim, max_position, file),
+        max_position_embeddings=extended_context(scaling, max_position),
+        tie_embeddings=fields.flag("tie_word_embeddings", False),
+        attention_bias=architecture == "qwen2" or (bias and architecture != "mistral"),
+        attention_out_bias=bias and architecture in ("llama", "qwen3"),
+        qk_norm=architecture == "qwen3",
+        sliding_window=_hf_windows(fields, architecture, num_layers),
+        eos_token_ids=_hf_eos(values, generation or {}),
+        bos_token_id=values.get("bos_token_id"),
+        hidden_act=_ACTIVATIONS[values.get("hidden_act", "silu")],
+    )
+    return _checked(config, file)
+
+
+def _refuse_unsupported(fields: _Fields) -> None:
+    if fields.values.get("quantization_config") is not None:
         method = fields.mapping("quantization_config").get("quant_method")
         raise fields.fail(
             "quantization_config",
-            f"pre-quantised checkpoints ({method!r}) are not supported; use the "
-            "unquantised checkpoint with --quantization, or a GGUF file",
+            f"pre-quantised checkpoints ({method!r}) are not supported; use the unquantised checkpoint with "
+            "--quantization, or a GGUF file",
         )
     if fields.flag("mlp_bias", False):
         raise fields.fail("mlp_bias", "biases in the MLP are not supported")
-    activation = values.get("hidden_act", "silu")
+    activation = fields.values.get("hidden_act", "silu")
     if activation not in _ACTIVATIONS:
-        raise fields.fail(
-            "hidden_act", f"{activation!r} is not supported; supported: {', '.join(_ACTIVATIONS)}"
-        )
-    num_heads, hidden_size = fields.integer("num_attention_heads"), fields.integer("hidden_size")
-    # The defaults are those of transformers' classes: config.json may leave out what equals them.
-    head_dim = fields.integer("head_dim", 128 if architecture == "qwen3" else hidden_size // num_heads)
-    max_position = fields.integer("max_position_embeddings")
-    scaling = _hf_rope(fields)
-    partial = scaling.get("partial_rotary_factor", values.get("partial_rotary_factor"))
-    rotary_dim = int(
-        head_dim * _Fields({"partial_rotary_factor": partial}, file).number("partial_rotary_factor", 1.0)
-    )
-    bias = fields.flag("attention_bias", architecture == "qwen2")
-    num_layers = fields.integer("num_hidden_layers")
-    return _checked(
-        ModelConfig(
-            architecture=architecture,
-            vocab_size=fields.integer("vocab_size"),
-            hidden_size=hidden_size,
-            num_layers=num_layers,
-            num_heads=num_heads,
-            num_kv_heads=fields.integer("num_key_value_heads", num_heads),
-            head_dim=head_dim,
-            intermediate_size=fields.integer("intermediate_size"),
-            rms_eps=fields.number("rms_norm_eps", 1e-6),
-            rope=_rope(scaling, rotary_dim, max_position, file),
-            max_position_embeddings=extended_context(scaling, max_position),
-            tie_embeddings=fields.flag("tie_word_embeddings", False),
-            attention_bias=True if architecture == "qwen2" else bias and architecture != "mistral",
-            attention_out_bias=bias and architecture in ("llama", "qwen3"),
-            qk_norm=architecture == "qwen3",
-            sliding_window=_hf_windows(fields, architecture, num_layers),
-            eos_token_ids=_hf_eos(values, generation or {}),
-            bos_token_id=values.get("bos_token_id"),
-            hidden_act=_ACTIVATIONS[activation],
-        ),
-        file,
-    )
+        known = ", ".join(_ACTIVATIONS)
+        raise fields.fail("hidden_act", f"{activation!r} is not supported; supported: {known}")
 
 
 def _hf_architecture(values: Mapping[str, Any], file: str) -> str:
@@ -188,7 +185,7 @@ def _hf_rope(fields: _Fields) -> dict[str, Any]:
     scaling = dict(fields.mapping("rope_scaling") or fields.mapping("rope_parameters"))
     if any(isinstance(value, Mapping) for value in scaling.values()):
         raise fields.fail("rope_parameters", "separate parameters per layer type are not supported")
-    for key in ("rope_theta", "original_max_position_embeddings"):
+    for key in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
         if scaling.get(key) is None and fields.values.get(key) is not None:
             scaling[key] = fields.values[key]
     return scaling
@@ -229,62 +226,52 @@ def _hf_eos(values: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[i
 
 
 def config_from_gguf(
-    metadata: Mapping[str, Any], file: str, vocab_size: int, tensor_names: frozenset[str],
+    metadata: Mapping[str, Any],
+    file: str,
+    vocab_size: int,
+    tensor_names: Collection[str],
     rope_freqs: np.ndarray | None = None,
-) -> ModelConfig:  # fmt: skip
-    """The config of a GGUF file. `vocab_size` is the number of rows of its embedding."""
+) -> ModelConfig:
+    """The config of a GGUF file. `vocab_size` is the number of rows of its embedding, `rope_freqs` its
+    tensor of that name."""
     architecture = metadata.get("general.architecture")
     if architecture not in ARCHITECTURES:
         raise _unknown_architecture(architecture, file)
-    fields = _Fields(
-        {
-            k.removeprefix(f"{architecture}."): v
-            for k, v in metadata.items()
-            if k.startswith(f"{architecture}.")
-        },
-        file,
-    )
-    if fields.values.get("expert_count"):
-        raise fields.fail(f"{architecture}.expert_count", "mixture-of-experts models are not supported")
+    prefix = f"{architecture}."
+    own = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
+    fields = _Fields(own, f"{file}: {architecture}")
+    if own.get("expert_count"):
+        raise fields.fail("expert_count", "mixture-of-experts models are not supported")
     num_heads, hidden_size = fields.integer("attention.head_count"), fields.integer("embedding_length")
     head_dim = fields.integer("attention.key_length", hidden_size // num_heads)
     if fields.integer("attention.value_length", head_dim) != head_dim:
-        raise fields.fail(f"{architecture}.attention.value_length", f"must equal the key length {head_dim}")
+        raise fields.fail("attention.value_length", f"must equal the key length {head_dim}")
     num_layers, context = fields.integer("block_count"), fields.integer("context_length")
-    rope = _gguf_rope(fields, fields.integer("rope.dimension_count", head_dim), context, file)
-    if rope_freqs is not None:
-        if rope_freqs.shape != (len(rope.inv_freq),) or not (rope_freqs > 0).all():
-            raise CheckpointError(
-                f"{file}: tensor 'rope_freqs.weight' needs {len(rope.inv_freq)} positive values"
-            )
-        rope = divide_frequencies(rope, rope_freqs)
-    window = fields.values.get("attention.sliding_window")
-    return _checked(
-        ModelConfig(
-            architecture=architecture,
-            vocab_size=vocab_size,
-            hidden_size=hidden_size,
-            num_layers=num_layers,
-            num_heads=num_heads,
-            num_kv_heads=fields.integer("attention.head_count_kv", num_heads),
-            head_dim=head_dim,
-            intermediate_size=fields.integer("feed_forward_length"),
-            rms_eps=fields.number("attention.layer_norm_rms_epsilon"),
-            rope=rope,
-            max_position_embeddings=context,
-            tie_embeddings="output.weight" not in tensor_names,
-            attention_bias="blk.0.attn_q.bias" in tensor_names,
-            attention_out_bias="blk.0.attn_output.bias" in tensor_names,
-            qk_norm="blk.0.attn_q_norm.weight" in tensor_names,
-            sliding_window=((fields.integer("attention.sliding_window") if window else None),) * num_layers,
-            eos_token_ids=_gguf_eos(metadata),
-            bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
-        ),
-        file,
+    window = fields.integer("attention.sliding_window") if own.get("attention.sliding_window") else None
+    config = ModelConfig(
+        architecture=architecture,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=fields.integer("attention.head_count_kv", num_heads),
+        head_dim=head_dim,
+        intermediate_size=fields.integer("feed_forward_length"),
+        rms_eps=fields.number("attention.layer_norm_rms_epsilon"),
+        rope=_gguf_rope(fields, head_dim, context, rope_freqs),
+        max_position_embeddings=context,
+        tie_embeddings="output.weight" not in tensor_names,
+        attention_bias="blk.0.attn_q.bias" in tensor_names,
+        attention_out_bias="blk.0.attn_output.bias" in tensor_names,
+        qk_norm="blk.0.attn_q_norm.weight" in tensor_names,
+        sliding_window=(window,) * num_layers,
+        eos_token_ids=_gguf_eos(metadata),
+        bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
     )
+    return _checked(config, file)
 
 
-def _gguf_rope(fields: _Fields, rotary_dim: int, context: int, file: str) -> RopeSpec:
+def _gguf_rope(fields: _Fields, head_dim: int, context: int, rope_freqs: np.ndarray | None) -> RopeSpec:
     scaling: dict[str, Any] = {"rope_theta": fields.number("rope.freq_base", 10000.0)}
     kind = fields.values.get("rope.scaling.type", "none")
     if kind != "none":
@@ -293,7 +280,14 @@ def _gguf_rope(fields: _Fields, rotary_dim: int, context: int, file: str) -> Rop
         scaling["original_max_position_embeddings"] = fields.values.get(
             "rope.scaling.original_context_length"
         )
-    return _rope(scaling, rotary_dim, context, file)
+    spec = _rope(scaling, fields.integer("rope.dimension_count", head_dim), context, fields.file)
+    if rope_freqs is None:
+        return spec
+    if rope_freqs.shape != (len(spec.inv_freq),) or not (rope_freqs > 0).all():
+        raise CheckpointError(
+            f"{fields.file}: tensor 'rope_freqs.weight' needs {len(spec.inv_freq)} positive values"
+        )
+    return divide_frequencies(spec, rope_freqs)
 
 
 def _gguf_eos(metadata: Mapping[str, Any]) -> tuple[int, ...]:

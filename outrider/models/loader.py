@@ -72,22 +72,38 @@ def load_checkpoint(
     dummy_seed = seed if load_format == "dummy" else None
     config, tensors, own_tokenizer = (_load_gguf if kind == "gguf" else _load_directory)(path, dummy_seed)
     chosen = load_tokenizer(tokenizer) if tokenizer is not None else own_tokenizer(config)
-    if len(chosen.token_bytes()) > config.vocab_size:
-        raise CheckpointError(
-            f"{path}: the tokenizer has {len(chosen.token_bytes())} ids, the model only {config.vocab_size}"
-        )
     chosen.attach(config.vocab_size, config.eos_token_ids, config.bos_token_id)
     return Checkpoint(config=config, tensors=tensors, tokenizer=chosen, name=model, path=path)
 
 
-def load_tokenizer(name: str, *, revision: str | None = None) -> Tokenizer:
-    """The tokenizer of a model directory (only its tokenizer files are needed), .gguf file or hub id."""
+def load_tokenizer(name: str, *, revision: str | None = None, load_format: str = "auto") -> Tokenizer:
+    """The tokenizer of a model directory (only its tokenizer files are needed), .gguf file or hub id.
+
+    With `load_format` dummy a directory that has none gets ids that are bytes, as in `load_checkpoint`.
+    """
     path = os.path.expanduser(name)
     if not os.path.isfile(os.path.join(path, "tokenizer.json")):
         path = resolve_model(name, revision=revision)
     if path.endswith(".gguf"):
-        return tokenizer_from_gguf(GGUFFile(path).metadata, path)
+        file = GGUFFile(path)
+        embed = file.tensors.get(gguf_name("embed"))
+        return _sized(tokenizer_from_gguf(file.metadata, path), embed.shape[0] if embed else None)
+    config_path = os.path.join(path, "config.json")
+    vocab_size = read_json(config_path).get("vocab_size") if os.path.isfile(config_path) else None
+    return _sized(_directory_tokenizer(path, vocab_size, load_format == "dummy"), vocab_size)
+
+
+def _directory_tokenizer(path: str, vocab_size: int | None, is_dummy: bool) -> Tokenizer:
+    if is_dummy and not os.path.isfile(os.path.join(path, "tokenizer.json")):
+        return byte_tokenizer(vocab_size or 0)
     return tokenizer_from_directory(path)
+
+
+def _sized(tokenizer: Tokenizer, vocab_size: int | None) -> Tokenizer:
+    """For a model of that many ids, where it is known."""
+    if isinstance(vocab_size, int) and vocab_size > 0:
+        tokenizer.attach(vocab_size, (), None)
+    return tokenizer
 
 
 _Loaded = tuple[ModelConfig, TensorMap, Callable[[ModelConfig], Tokenizer]]
@@ -100,9 +116,7 @@ def _load_directory(path: str, dummy_seed: int | None) -> _Loaded:
     config = config_from_hf(read_json(config_path), config_path, generation)
 
     def own_tokenizer(config: ModelConfig) -> Tokenizer:
-        if dummy_seed is not None and not os.path.isfile(os.path.join(path, "tokenizer.json")):
-            return byte_tokenizer(config.vocab_size)
-        return tokenizer_from_directory(path)
+        return _directory_tokenizer(path, config.vocab_size, dummy_seed is not None)
 
     if dummy_seed is not None:
         return config, _random_tensors(config, dummy_seed, config_path), own_tokenizer
@@ -127,7 +141,7 @@ def _load_gguf(path: str, dummy_seed: int | None) -> _Loaded:
         file.tensor("rope_freqs.weight").to_float32() if "rope_freqs.weight" in file.tensors else None
     )
     vocab_size = embed.shape[0] if embed else 0
-    config = config_from_gguf(file.metadata, path, vocab_size, frozenset(file.tensors), rope_freqs)
+    config = config_from_gguf(file.metadata, path, vocab_size, file.tensors, rope_freqs)
 
     def own_tokenizer(config: ModelConfig) -> Tokenizer:
         return tokenizer_from_gguf(file.metadata, path)

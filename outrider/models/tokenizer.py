@@ -62,10 +62,12 @@ class Tokenizer:
         self.bos_token_id: int | None = None
 
     def attach(self, vocab_size: int, eos_token_ids: Sequence[int], bos_token_id: int | None) -> None:
-        """Take the model's word: it may have more ids than there are pieces (they decode to nothing)."""
-        self.vocab_size = max(vocab_size, len(self._vocabulary.pieces))
+        """Take the model's word for what ids there are: those without a piece decode to nothing, and
+        pieces whose ids the model lacks cannot be encoded."""
+        self.vocab_size = vocab_size
         self.eos_token_ids = tuple(eos_token_ids)
         self.bos_token_id = bos_token_id
+        self.__dict__.pop("_token_bytes", None)
 
     @functools.cached_property
     def _backend(self) -> tokenizers.Tokenizer:
@@ -78,7 +80,13 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise ValueError(f"the text has a lone surrogate at character {error.start}") from error
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if ids and max(ids) >= self.vocab_size:
+            piece = self._vocabulary.pieces[max(ids)]
+            raise ValueError(
+                f"the text has token {piece!r} of id {max(ids)}, but the model has only {self.vocab_size} ids"
+            )
+        return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of the ids; bytes that are no UTF-8 become U+FFFD."""
@@ -97,8 +105,6 @@ class Tokenizer:
 
         The list is shared: do not change it.
         """
-        if len(self._token_bytes) < self.vocab_size:
-            self._token_bytes.extend([b""] * (self.vocab_size - len(self._token_bytes)))
         return self._token_bytes
 
     @functools.cached_property
@@ -108,7 +114,7 @@ class Tokenizer:
         table = decode(vocabulary.pieces)
         for token_id, text in vocabulary.literals.items():
             table[token_id] = text.encode()
-        return table
+        return table[: self.vocab_size] + [b""] * (self.vocab_size - len(table))
 
     def token_to_id(self, text: str) -> int | None:
         """The id of a piece or special token, spelt as in the vocabulary."""
