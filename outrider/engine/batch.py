@@ -43,34 +43,32 @@ class Batch:
 
 
 def build_batch(plan: Plan, block_size: int) -> Batch:
-    """The arrays of `plan`. Drafts must be chains."""
-    num_requests = len(plan.rows)
+    """The arrays of `plan`. Drafts must be chains.
+
+    Made of lists: most steps have few rows, and there an array's set-up costs more than the loop it saves.
+    """
     token_ids: list[int] = []
-    starts: list[int] = []
-    counts: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
     query_start_loc = [0]
-    tables = np.zeros((num_requests, max(len(row.request.block_table) for row in plan.rows)), np.int32)
+    seq_lens: list[int] = []
+    tables = np.zeros((len(plan.rows), max(len(row.request.block_table) for row in plan.rows)), np.int32)
     for i, row in enumerate(plan.rows):
+        table = row.request.block_table
         end = row.start + row.num_tokens
         token_ids += row.request.token_ids[row.start : end]
         token_ids += row.drafts.token_ids
-        starts.append(row.start)
-        counts.append(row.num_tokens)
+        positions += range(row.start, end)
+        slots += [table[p // block_size] * block_size + p % block_size for p in range(row.start, end)]
         query_start_loc.append(len(token_ids))
-        tables[i, : len(row.request.block_table)] = row.request.block_table
-
-    num_rows = np.array(counts, np.int32)
-    first = np.array(starts, np.int32)
-    loc = np.array(query_start_loc, np.int32)
-    owner = np.arange(num_requests, dtype=np.int32).repeat(num_rows)
-    positions = np.arange(len(token_ids), dtype=np.int32) + (first - loc[:-1])[owner]
-    slots = tables[owner, positions // block_size] * np.int32(block_size) + positions % block_size
+        seq_lens.append(end)
+        tables[i, : len(table)] = table
     return Batch(
         token_ids=np.array(token_ids, np.int32),
-        positions=positions,
-        slot_mapping=slots,
-        query_start_loc=loc,
-        seq_lens=first + num_rows,
+        positions=np.array(positions, np.int32),
+        slot_mapping=np.array(slots, np.int32),
+        query_start_loc=np.array(query_start_loc, np.int32),
+        seq_lens=np.array(seq_lens, np.int32),
         block_tables=tables,
         logits_indices=_logits_indices(plan),
         sampling=_sampling(plan),

@@ -111,9 +111,11 @@ def main(address: str) -> int:
     try:
         begin = time.monotonic()
         engine = _build(decode_to_engine(socket.recv()))
-        # What lives as long as the process is not looked through again at every collection.
+        # What lives as long as the process is not looked through again at every collection, and what a step
+        # makes has no cycles: collections would find nothing, many times a second.
         gc.collect()
         gc.freeze()
+        gc.set_threshold(100_000, 20, 20)
         kv_cache = engine.scheduler.kv_cache
         socket.send(
             encode(
