@@ -21,4 +21,4 @@ def test_the_native_path_keeps_the_quality_of_float32(builtin_model: Path, num_t
     assert quality.num_tokens == num_tokens
     assert quality.mean_kl <= 0.01
     assert abs(quality.perplexity_native / quality.perplexity_reference - 1) <= 0.01
-    assert quality.perplexity_reference < 30  # the model does understand the text
+    assert quality.perplexity_reference < 50  # the model does understand the text

@@ -13,20 +13,15 @@ import pytest
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizer_texts import varied_texts
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tiny_tokenizers import TEXTS, save, train_byte_level, train_sentencepiece_like
 from tokenizers import Tokenizer as Library
+from tokenizers import decoders
 
-from outrider.models.chat_template import ChatTemplateError
 from outrider.models.loader import load_tokenizer
 from outrider.models.tensors import CheckpointError
-from outrider.models.tokenizer import Tokenizer, byte_alphabet
+from outrider.models.tokenizer import Tokenizer
 from outrider.models.tokenizer_gguf import byte_tokenizer, tokenizer_from_gguf
 from outrider.models.tokenizer_json import tokenizer_from_directory
-
-TEXTS = varied_texts(1000)
-SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-
 
 # The built-in model ----------------------------------------------------------------------------------------
 
@@ -71,52 +66,6 @@ def test_the_built_in_model_knows_its_special_tokens_and_template(built_in: Toke
 
 
 # tokenizer.json --------------------------------------------------------------------------------------------
-
-
-def train_byte_level(with_bos: bool = False) -> Library:
-    tokenizer = Library(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=900, special_tokens=SPECIAL, initial_alphabet=list(byte_alphabet()), show_progress=False
-    )
-    tokenizer.train_from_iterator(TEXTS[:500], trainer)
-    tokenizer.add_tokens([AddedToken("<think>", special=False)])
-    if with_bos:
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
-        )
-    return tokenizer
-
-
-def train_sentencepiece_like(prepend: bool = True) -> Library:
-    """Normaliser, byte fallback and decoder as Llama 2's tokenizer.json has them."""
-    first: list[Any] = [normalizers.Prepend("▁")] if prepend else []
-    trained = Library(models.BPE())
-    trained.normalizer = normalizers.Sequence([*first, normalizers.Replace(" ", "▁")])
-    special = ["<unk>", "<s>", "</s>"]
-    bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
-    trainer = trainers.BpeTrainer(
-        vocab_size=900, special_tokens=special + bytes_, initial_alphabet=["▁"], show_progress=False
-    )
-    trained.train_from_iterator([word for text in TEXTS[:200] for word in text.split()], trainer)
-    state = json.loads(trained.to_str())["model"]
-    merges = [tuple(merge) for merge in state["merges"]]
-    options = {"byte_fallback": True, "fuse_unk": True, "unk_token": "<unk>"}
-    tokenizer = Library(models.BPE(vocab=state["vocab"], merges=merges, **options))
-    tokenizer.normalizer = trained.normalizer
-    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
-    strip = [decoders.Strip(" ", 1, 0)] if prepend else []
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
-    )
-    return tokenizer
-
-
-def save(library: Library, folder: Path, **config: Any) -> Tokenizer:
-    library.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return tokenizer_from_directory(str(folder))
 
 
 @pytest.mark.parametrize("with_bos", [False, True])
@@ -330,114 +279,3 @@ def test_threads_may_share_a_tokenizer_from_its_first_use() -> None:
     with ThreadPoolExecutor(8) as pool:
         results = list(pool.map(tokenizer.encode, TEXTS[:200]))
     assert results == [tokenizer.encode(text) for text in TEXTS[:200]]
-
-
-# Chat templates --------------------------------------------------------------------------------------------
-
-CHATML = (
-    "{% for message in messages %}\n"
-    "    {%- if loop.first and message.role != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n"
-    "{% endif %}\n"
-    "{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}\n"
-    "{%- endfor %}\n"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
-TRIMMING = "{% for m in messages %}[{{ m.role }}] {{ m.content | trim }} {{ eos_token }}{% endfor %}"
-TOOLS = (
-    "{%- if tools %}{{ tools | tojson(indent=2) }}{% endif -%}{{ tools is none }} {{ documents is none }}"
-    "{%- for m in messages if m.role != 'tool' %}{% if loop.index > 3 %}{% break %}{% endif %}"
-    "{% generation %}{{ m.content }}{% endgeneration %}{{ m | tojson }}{% endfor %}"
-    "{{ mood | default('none') }}"
-)
-MESSAGES = [
-    {"role": "user", "content": " Grüße <b>\"quoted\"</b> & 日本 "},
-    {"role": "assistant", "content": "Well\n"},
-    {"role": "user", "content": "more"},
-    {"role": "assistant", "content": " and then  "},
-]  # fmt: skip
-TOOL = {"type": "function", "function": {"name": "f", "description": "a 'ü'", "parameters": {"x": [1, None]}}}
-
-
-@pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, Any]:
-    folder = tmp_path_factory.mktemp("chat")
-    ours = save(train_byte_level(), folder, eos_token="<|im_end|>", bos_token={"content": "<|im_start|>"})
-    theirs = transformers.PreTrainedTokenizerFast(
-        tokenizer_file=str(folder / "tokenizer.json"), eos_token="<|im_end|>", bos_token="<|im_start|>"
-    )
-    return ours, theirs
-
-
-@pytest.mark.parametrize("template", [CHATML, TRIMMING, TOOLS])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"add_generation_prompt": True},
-        {"add_generation_prompt": False},
-        {"add_generation_prompt": False, "continue_final_message": True},
-        {"add_generation_prompt": True, "tools": [TOOL], "mood": "grave"},
-    ],
-)
-def test_prompts_equal_transformers(
-    both: tuple[Tokenizer, Any], template: str, options: dict[str, Any]
-) -> None:
-    if template == TOOLS and options.get("continue_final_message"):
-        return  # it stops before the last message, which both refuse: see below
-    ours, theirs = both
-    expected = theirs.apply_chat_template(MESSAGES, chat_template=template, tokenize=False, **options)
-    assert ours.apply_chat_template(MESSAGES, chat_template=template, **options) == expected
-
-
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-        ("a\n{% for %}", "not valid Jinja: line 2"),
-        ("{{ messages[99].content.x }}", "refused the messages"),
-        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe|refused"),
-        ("{{ messages.append(1) }}", "unsafe|refused"),
-        ("{{ 1 / 0 }}", "ZeroDivisionError"),
-        ("{{ messages | tojson(indent=[]) }}", "failed"),
-    ],
-)
-def test_a_template_that_fails_is_one_kind_of_error(
-    both: tuple[Tokenizer, Any], template: str, message: str
-) -> None:
-    with pytest.raises(ChatTemplateError, match=message):
-        both[0].apply_chat_template(MESSAGES, chat_template=template)
-
-
-def test_a_message_that_cannot_be_continued_is_an_error(both: tuple[Tokenizer, Any]) -> None:
-    def refused(messages: list[Any], template: str, message: str, **options: Any) -> None:
-        options = {"add_generation_prompt": False, "continue_final_message": True, **options}
-        with pytest.raises(ChatTemplateError, match=message):
-            both[0].apply_chat_template(messages, chat_template=template, **options)
-
-    refused(MESSAGES, TOOLS, "drops the end of the last message")
-    refused(MESSAGES, CHATML, "cannot be combined", add_generation_prompt=True)
-    refused([], CHATML, "needs a last message")
-    refused([{"role": "assistant", "content": None}], CHATML, "needs a last message")
-
-
-def test_the_caller_s_messages_are_not_changed(both: tuple[Tokenizer, Any]) -> None:
-    messages = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
-    template = "{{ messages[0].content[0].text }}"
-    options: dict[str, Any] = {"add_generation_prompt": False, "continue_final_message": True}
-    assert both[0].apply_chat_template(messages, chat_template=template, **options) == "hi"
-    assert messages == [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
-
-
-def test_templates_are_found_where_checkpoints_keep_them(tmp_path: Path) -> None:
-    library = train_byte_level()
-    message = [{"role": "user", "content": "x"}]
-    with pytest.raises(ChatTemplateError, match="no chat template; set one with --chat-template"):
-        save(library, tmp_path).apply_chat_template(message)
-    assert save(library, tmp_path, chat_template="one").apply_chat_template(message) == "one"
-    named = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "t"}]
-    tokenizer = save(library, tmp_path, chat_template=named)
-    assert tokenizer.apply_chat_template(message) == "d"
-    assert tokenizer.apply_chat_template(message, tools=[TOOL]) == "t"
-    with pytest.raises(ChatTemplateError, match=r"\['rag'\]; none is the default"):
-        save(library, tmp_path, chat_template=[{"name": "rag", "template": "r"}]).apply_chat_template(message)
-    (tmp_path / "chat_template.jinja").write_text("file")
-    assert save(library, tmp_path, chat_template="one").apply_chat_template(message) == "file"
