@@ -1,3 +1,4 @@
+// Which thread does which rows of the ops between the matrix products.
 #include "elementwise.h"
 
 #include <algorithm>

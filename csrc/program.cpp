@@ -1,3 +1,4 @@
+// The instructions of a program, the checks when one is added, and those of each step.
 #include "program.h"
 
 #include <algorithm>
@@ -300,11 +301,8 @@ static std::unique_ptr<Binary> make_binary(const char* label, Binary::Fn fn, Res
   if (out.width != a.width || out.width != b.width || out.gathered != a.gathered || out.gathered != b.gathered)
     throw std::invalid_argument(std::string("program: ") + label + ": shapes do not fit");
   auto op = std::make_unique<Binary>();
-  op->label = label;
-  op->fn = fn;
-  op->out = out;
-  op->a = a;
-  op->b = b;
+  op->label = label, op->fn = fn;
+  op->out = out, op->a = a, op->b = b;
   return op;
 }
 

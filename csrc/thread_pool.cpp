@@ -1,3 +1,4 @@
+// Threads that wait for each other in nanoseconds while a step runs, and cost nothing while none does.
 #include "thread_pool.h"
 
 #include <pthread.h>

@@ -1,10 +1,10 @@
-"""The native backend: recording, fusion, memory, threads, and what it refuses."""
+"""The native backend: threads, memory, what it refuses, and processes that fork or end."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from textwrap import dedent
@@ -15,135 +15,25 @@ import outrider._native as _native
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from native_models import (
+    BLOCK_SIZE,
+    CONFIGS,
+    NUM_BLOCKS,
+    TRAFFIC,
+    StepArrays,
+    compile_model,
+    outputs,
+    random_tensors,
+    step,
+)
 
 from outrider.backends import make_backend
 from outrider.backends.memory import assign_storage
-from outrider.backends.native import NativeBackend, NativeExecutable
-from outrider.backends.ops import Array, Ops, RopeSpec
+from outrider.backends.native import NativeBackend
 from outrider.backends.recording import Graph, RecordingOps
-from outrider.models.config import ModelConfig
 from outrider.models.llama import build
-from outrider.models.registry import tensor_shapes, weight_plan
+from outrider.models.registry import weight_plan
 from outrider.models.tensors import RawTensor
-
-BLOCK_SIZE = 16
-NUM_BLOCKS = 24
-MAX_ROWS = 64
-
-
-@dataclass
-class StepArrays:
-    token_ids: np.ndarray
-    positions: np.ndarray
-    slot_mapping: np.ndarray
-    query_start_loc: np.ndarray
-    seq_lens: np.ndarray
-    block_tables: np.ndarray
-    logits_indices: np.ndarray
-
-
-def step(*requests: tuple[list[int], list[int], int], logits: list[int] | None = None) -> StepArrays:
-    """A batch of requests, each (token ids, block table, position of the first token)."""
-    token_ids, positions, slots, starts, lengths = [], [], [], [0], []
-    tables = np.zeros((len(requests), max(len(table) for _, table, _ in requests)), np.int32)
-    for i, (ids, table, first) in enumerate(requests):
-        here = range(first, first + len(ids))
-        token_ids += ids
-        positions += here
-        slots += [table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in here]
-        starts.append(len(token_ids))
-        lengths.append(first + len(ids))
-        tables[i, : len(table)] = table
-    rows = list(range(len(token_ids))) if logits is None else logits
-    as_ints = [np.array(x, np.int32) for x in (token_ids, positions, slots, starts, lengths)]
-    return StepArrays(*as_ints, block_tables=tables, logits_indices=np.array(rows, np.int32))
-
-
-def tiny_config(**changes: Any) -> ModelConfig:
-    head_dim = changes.pop("head_dim", 16)
-    rope = RopeSpec(tuple(1e4 ** (-i / (head_dim // 2)) for i in range(head_dim // 2)), head_dim)
-    config = ModelConfig(
-        architecture="llama", vocab_size=50, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2,
-        head_dim=head_dim, intermediate_size=96, rms_eps=1e-5, rope=rope, max_position_embeddings=4096,
-        tie_embeddings=False, attention_bias=False, attention_out_bias=False, qk_norm=False,
-        sliding_window=(None, None), eos_token_ids=(0,), bos_token_id=None,
-    )  # fmt: skip
-    return replace(config, **changes)
-
-
-def random_tensors(config: ModelConfig, seed: int = 0) -> dict[str, RawTensor]:
-    rng = np.random.default_rng(seed)
-    tensors = {}
-    for names in weight_plan(config).values():
-        for name in names:
-            shape = tensor_shapes(config)[name]
-            values = rng.standard_normal(shape) * (shape[-1] ** -0.5 if len(shape) == 2 else 0.3)
-            values += name.endswith("norm")
-            data = values.astype(np.float32).reshape(-1).view(np.uint8)
-            tensors[name] = RawTensor(name, shape, "f32", data, "random")
-    return tensors
-
-
-def compile_model(
-    config: ModelConfig,
-    *,
-    fusion: bool = True,
-    quantization: str | None = None,
-    seed: int = 0,
-    build_fn: Any = build,
-    backend: Any = None,
-    **options: Any,
-) -> Any:
-    backend = backend or NativeBackend(fusion=fusion)
-    tensors = random_tensors(config, seed)
-    weights = {
-        handle: backend.weight([tensors[name] for name in names], quantization)
-        for handle, names in weight_plan(config).items()
-    }
-    limits = dict(max_rows=MAX_ROWS, max_logits_rows=MAX_ROWS, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
-    return backend.compile(build_fn, config, weights, **{**limits, **options})
-
-
-def instructions(executable: NativeExecutable) -> list[str]:
-    return [name for name, _ in executable.program.profile()]
-
-
-TRAFFIC = [
-    step(([1, 2, 3, 4, 5, 6, 7], [3, 1], 0), ([9, 8, 7], [5], 0)),
-    step(([10], [3, 1], 7), ([11, 12], [5], 3), ([13] * 20, [7, 2], 0), logits=[0, 2, 22]),
-    step(([14, 15, 16], [3, 1], 8), logits=[2]),
-    step(([17] * 12, [3, 1], 11), ([3], [7, 2], 20), logits=[12, 0, 5]),
-]
-
-
-def outputs(executable: NativeExecutable, batches: list[StepArrays] = TRAFFIC) -> list[bytes]:
-    return [executable.run(batch).logits.tobytes() for batch in batches]
-
-
-CONFIGS = {
-    "llama": tiny_config(),
-    "tied, biased": tiny_config(tie_embeddings=True, attention_bias=True, attention_out_bias=True),
-    "qk_norm, gelu, window": tiny_config(qk_norm=True, hidden_act="gelu_tanh", sliding_window=(5, None)),
-    "odd sizes": tiny_config(hidden_size=96, num_heads=3, num_kv_heads=1, head_dim=24, intermediate_size=160),
-    "interleaved, partial rope": tiny_config(
-        rope=RopeSpec((1.0, 0.3, 0.01, 0.2), 8, layout="interleaved", attention_factor=1.2)
-    ),
-}
-
-
-@pytest.mark.parametrize("quantization", [None, "wint8", "wint4"])
-@pytest.mark.parametrize("name", CONFIGS)
-def test_fusion_changes_no_bit(name: str, quantization: str | None) -> None:
-    fused = compile_model(CONFIGS[name], quantization=quantization)
-    plain = compile_model(CONFIGS[name], quantization=quantization, fusion=False)
-    assert len(instructions(fused)) < len(instructions(plain))
-    assert outputs(fused) == outputs(plain)
-
-
-def test_a_layer_is_five_instructions() -> None:
-    layer = ["linear", "append_attention", "linear", "linear", "linear"]
-    for name in ("llama", "tied, biased", "qk_norm, gelu, window"):
-        assert instructions(compile_model(CONFIGS[name])) == ["embedding", *layer, *layer, "linear"]
 
 
 @pytest.mark.parametrize("quantization", [None, "wint8", "wint4"])
@@ -194,51 +84,6 @@ def test_hidden_rows_come_before_or_after_the_final_norm() -> None:
         x = before.astype(np.float64)
         expected = x / np.sqrt((x**2).mean(1, keepdims=True) + config.rms_eps) * norm
         np.testing.assert_allclose(after, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_tensors_of_mixed_formats_are_fused_by_columns() -> None:
-    config = tiny_config(attention_bias=True)
-    tensors = random_tensors(config)
-    for name in ("layers.0.v", "layers.0.up", "layers.1.q"):
-        values = tensors[name].to_float32().astype(np.float16)
-        tensors[name] = replace(tensors[name], format="f16", data=values.reshape(-1).view(np.uint8))
-    results = []
-    for fusion in (True, False):
-        backend = NativeBackend(fusion=fusion)
-        weights = {
-            handle: backend.weight([tensors[name] for name in names], None)
-            for handle, names in weight_plan(config).items()
-        }
-        executable = backend.compile(
-            build, config, weights, max_rows=MAX_ROWS, max_logits_rows=MAX_ROWS, num_blocks=NUM_BLOCKS,
-            block_size=BLOCK_SIZE,
-        )  # fmt: skip
-        results.append(outputs(executable))
-    assert results[0] == results[1]
-
-
-def parallel_residual(ops: Ops, config: ModelConfig, weights: Any) -> Array:
-    """Attention-free, and full of shapes that look fusible and are not."""
-    x = ops.embedding(weights["embed"])
-    normed = ops.rms_norm(x, weights["norm"], config.rms_eps)
-    o = ops.linear(normed, weights["layers.0.o"])
-    x = ops.add(x, o)
-    x = ops.add(x, o)  # o is read twice: no add in place
-    gate_up = ops.linear(normed, weights["layers.0.gate_up"])
-    gate, up = ops.split(gate_up, [config.intermediate_size] * 2)
-    mlp = ops.linear(ops.silu_mul(up, gate), weights["layers.0.down"])  # the wrong way round: no interleaving
-    y = ops.add(mlp, x)
-    y = ops.add(y, ops.linear(y, weights["layers.1.o"]))  # reads what it would overwrite
-    z = ops.linear(y, weights["layers.1.o"])
-    y = ops.add(z, ops.layer_norm(y, weights["norm"], weights["layers.0.attn_norm"], 1e-5))
-    kept = ops.add(ops.gather_rows(y), ops.gather_rows(x))
-    return ops.linear(kept, weights["head"])
-
-
-def test_what_only_looks_fusible_is_left_alone() -> None:
-    config = tiny_config(head_dim=16, num_heads=4, hidden_size=64)
-    results = [outputs(compile_model(config, fusion=f, build_fn=parallel_residual)) for f in (True, False)]
-    assert results[0] == results[1]
 
 
 def test_live_values_never_share_memory() -> None:
@@ -352,7 +197,7 @@ def run_script(script: str) -> str:
 def test_a_forked_child_has_threads_of_its_own() -> None:
     script = """
         import hashlib, os
-        from test_native_program import CONFIGS, compile_model, outputs
+        from native_models import CONFIGS, compile_model, outputs
         executable = compile_model(CONFIGS["llama"])
         outputs(executable)
         child = os.fork()
@@ -368,7 +213,7 @@ def test_a_forked_child_has_threads_of_its_own() -> None:
 def test_a_process_may_end_while_a_thread_runs_a_step() -> None:
     script = """
         import threading
-        from test_native_program import CONFIGS, TRAFFIC, compile_model, outputs
+        from native_models import CONFIGS, TRAFFIC, compile_model, outputs
         executable = compile_model(CONFIGS["llama"])
         started = threading.Event()
         def forever():

@@ -121,30 +121,21 @@ def _fuse_residuals(graph: Graph) -> None:
     """add(residual, linear): the linear adds to the residual in place, if nobody needs that any more."""
     peeler = _Peeler(graph)
     index = {node: i for i, node in enumerate(graph.nodes)}
-    first_def = {node.out: i for node, i in index.items()}
-    last_use: dict[Value, int] = {}
-    for node, i in index.items():
-        for view in node.inputs:
-            last_use[view.value] = i
-    last_use.update({view.value: len(graph.nodes) for view in graph.outputs})
-
+    written = {node.out: i for node, i in index.items()}
     for node in [node for node in graph.nodes if node.op == "add"]:
         for residual, view in (node.inputs, node.inputs[::-1]):
             linear = peeler.only_source(view, "linear")
-            if linear is None or linear.params.get("epilogue", "store") != "store":
+            if linear is None or linear.params.get("epilogue", "store") != "store" or not residual.is_whole:
                 continue
-            at = index[linear]
-            # From the linear to the add, only the add may look at the residual.
-            others = [
-                i for n, i in index.items() for v in n.inputs if v.value is residual.value and n is not node
-            ]
-            free = last_use[residual.value] == index[node] and all(i < at for i in others)
-            if not (free and residual.is_whole and first_def[residual.value] < at):
-                continue
-            linear.params["epilogue"] = "add"
-            linear.out = residual.value
-            graph.replace(node.out, residual.value)
-            peeler.forget(residual.value)
-            last_use[residual.value] = last_use.pop(node.out, at)
-            graph.nodes.remove(node)
-            break
+            readers = _readers(graph, residual.value, but=node)
+            if written[residual.value] < index[linear] and all(index[r] < index[linear] for r in readers):
+                linear.params["epilogue"] = "add"
+                linear.out = residual.value
+                graph.nodes.remove(node)
+                graph.replace(node.out, residual.value)
+                peeler.forget(residual.value)
+                break
+
+
+def _readers(graph: Graph, value: Value, but: Node) -> list[Node]:
+    return [n for n in graph.nodes if n is not but and any(view.value is value for view in n.inputs)]
