@@ -5,7 +5,7 @@ largest request just fits, arrivals and cancellations in any step. A new paramet
 same change, so that every property is tested in combination with it.
 
 A load is a function of one seed, which is what a failing test prints. (Drawing every field through
-Hypothesis costs five times the run itself, and nobody shrinks a load: see docs/design.md.)
+Hypothesis costs five times the run itself, and shrinking a load takes minutes.)
 """
 
 from __future__ import annotations
