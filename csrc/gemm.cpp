@@ -26,7 +26,7 @@ int64_t round_up(int64_t a, int64_t to) { return ceil_div(a, to) * to; }
 
 int64_t quad_block_bytes(WeightKind kind) {
   if (kind == WeightKind::int4) return sizeof(Q8Block);
-  return kind == WeightKind::int8 ? sizeof(Q16Block) : sizeof(FloatBlock);
+  return kind == WeightKind::int8 ? sizeof(PairBlock) : sizeof(FloatBlock);
 }
 
 // Where the prepared rows of one op lie in scratch: units of all rows, then the quads.

@@ -13,7 +13,7 @@
 // gate's and the last 8 up's.
 //
 // Activations: quads of 4 rows; the missing rows of the last quad are undefined. A quad's blocks are Q8Block for
-// int4 weights, Q16Block for int8, FloatBlock else. A quantised row is unit * integers, unit = row_unit[row].
+// int4 weights, PairBlock for int8, FloatBlock else. A quantised row is unit * integers, unit = row_unit[row].
 #pragma once
 
 #include <cstddef>
@@ -37,18 +37,21 @@ struct Q8Block {
   float sum[kQuad];               // multiplier * sum of q
 };
 
-// x = unit * q, q in -32512..32512 (both bytes of it are within -127..127 when split with a signed low byte).
-struct Q16Block {
-  int16_t q[kQuad][kBlock];  // within each 4 inputs in the order 0, 2, 1, 3
-  int32_t offset[kQuad];     // -128 * sum of q: takes back the 128 that is added to weights
-  float sum[kQuad];          // sum of q
+// x = unit * multiplier * q, a multiplier for each two inputs. q is small enough that the sum of two products with an
+// 8-bit weight fits 16 bits; multiplier * q fits 16 bits, for instruction sets that would rather have it so.
+struct PairBlock {
+  int8_t q[kQuad][kBlock];                 // -64..64
+  int16_t multiplier[kQuad][kBlock / 2];   // 1..511
+  int32_t offset[kQuad];                   // -128 * sum of multiplier * q: takes back the 128 that is added to weights
+  float sum[kQuad];                        // sum of multiplier * q
 };
 
 struct FloatBlock {
   float x[kBlock][kQuad];
 };
 
-constexpr float kQ8Levels = 127.0f, kMultiplierMax = 32767.0f, kQ16Levels = 32512.0f;
+constexpr float kQ8Levels = 127.0f, kMultiplierMax = 32767.0f;
+constexpr float kPairLevels = 64.0f, kPairMultiplierMax = 511.0f;
 // Rows with no value above this are taken as zero, so that reciprocals stay finite.
 constexpr float kTinyRow = 1e-30f;
 
@@ -109,7 +112,7 @@ struct PrologueRow {
   float norm_eps;
   int64_t k;
   float* staging;  // staging_floats(blocks)
-  void* quad;      // Q8Block, Q16Block or FloatBlock [blocks]
+  void* quad;      // Q8Block, PairBlock or FloatBlock [blocks]
   int lane;
   float* unit;     // of this row
 };

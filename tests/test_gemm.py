@@ -23,7 +23,8 @@ BLOCK_LAYOUT = {  # bytes after the fp16 scale: minimum, high bits, values
 }
 # n and k on and off the tile (16), the block (32) and the many-rows chunk (24 blocks)
 SHAPES = [(1, 32), (16, 64), (40, 96), (33, 1568)]
-Q8_LEVELS, MULTIPLIER_MAX, Q16_LEVELS = np.float32(127), np.float32(32767), np.float32(32512)
+Q8_LEVELS, MULTIPLIER_MAX = np.float32(127), np.float32(32767)
+PAIR_LEVELS, PAIR_MULTIPLIER_MAX = np.float32(64), np.float32(511)
 
 
 def make_rng(*key: object) -> np.random.Generator:
@@ -83,8 +84,12 @@ def quantised(x: np.ndarray, kind: str) -> np.ndarray:
     top = np.abs(padded).max(axis=1, keepdims=True)
     safe = np.where(top > 0, top, np.float32(1))
     if kind == "int8":
-        q = np.rint(padded * (Q16_LEVELS / safe))
-        return (q.astype(np.float64) * (safe / Q16_LEVELS))[:, :k]
+        most = PAIR_LEVELS * PAIR_MULTIPLIER_MAX
+        pairs = (padded * (most / safe)).reshape(rows, -1, 2)
+        multiplier = np.ceil(np.abs(pairs).max(axis=2, keepdims=True) / PAIR_LEVELS)
+        multiplier = np.clip(multiplier, 1, PAIR_MULTIPLIER_MAX)
+        integers = np.rint(pairs / multiplier).astype(np.float64) * multiplier
+        return (integers.reshape(rows, -1) * (safe / most))[:, :k]
     groups = padded.reshape(rows, -1, 32)
     group_top = np.abs(groups).max(axis=2)
     unit = safe / (Q8_LEVELS * MULTIPLIER_MAX)
@@ -138,9 +143,11 @@ def test_linear_equals_float64(fmt, shape, rows):
     exact = x.astype(np.float64)
     if fmt in KINDS:
         exact = quantised(x, KINDS[fmt])
-        # what replaced x: within half a step of a group's (or the row's) largest value
-        step = Q16_LEVELS if KINDS[fmt] == "int8" else Q8_LEVELS
-        assert (np.abs(exact - x) <= 0.51 * np.abs(x).max(axis=1, keepdims=True) / step).all()
+        # what replaced x: within half a step of the largest value of its two or 32
+        group, levels = (2, 64) if KINDS[fmt] == "int8" else (32, 127)
+        tops = np.abs(x).reshape(rows, -1, group).max(axis=2).repeat(group, axis=1)
+        smallest = np.abs(x).max(axis=1, keepdims=True) / 32000
+        assert (np.abs(exact - x) <= 0.501 / levels * tops + smallest).all()
     assert (np.abs(y - exact @ w.T) <= product_bound(x, w)).all()
     if rows > 3:
         assert not y[2].any()

@@ -18,10 +18,10 @@ namespace OUTRIDER_ISA {
 namespace gemm {
 namespace {
 
-// Blocks of a tile that are gone through at a time when there is more than one quad: as many as fit L1 unpacked,
+// Blocks of a tile that are gone through at a time when there is more than one quad: as many as fit L1 (unpacked),
 // in runs of about equal length.
-int64_t chunk_blocks(int64_t blocks, int64_t unpacked_bytes) {
-  const int64_t most = unpacked_bytes ? kUnpackBytes / unpacked_bytes : blocks;
+int64_t chunk_blocks(int64_t blocks, int64_t bytes) {
+  const int64_t most = kUnpackBytes / bytes;
   const int64_t chunks = (blocks + most - 1) / most;
   return (blocks + chunks - 1) / chunks;
 }
@@ -64,7 +64,7 @@ void many_rows(const TileRange& range) {
   float* acc = reinterpret_cast<float*>(range.scratch);
   uint8_t* unpacked = range.scratch + kRowBlockMax * kTileRows * sizeof(float);
   const auto* quads = static_cast<const typename K::Block*>(range.quads);
-  const int64_t chunk = chunk_blocks(weight.blocks, K::unpacked_bytes);
+  const int64_t chunk = chunk_blocks(weight.blocks, K::unpacked_bytes ? K::unpacked_bytes : weight.block_bytes);
   const uint8_t* w = weight.data.get() + range.tile_begin * weight.tile_bytes();
   for (int64_t tile = range.tile_begin; tile < range.tile_end; ++tile) {
     std::memset(acc, 0, size_t(range.rows * kTileRows) * sizeof(float));

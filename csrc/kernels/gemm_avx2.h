@@ -93,57 +93,35 @@ struct Int4 {
 
 template <bool Min>
 struct Int8 {
-  using Block = Q16Block;
-  static constexpr int64_t unpacked_bytes = 1024 + 64 + 64;
+  using Block = PairBlock;
+  static constexpr int64_t unpacked_bytes = 0;
 
   template <int T, Use use>
-  static OUTRIDER_INLINE void block(const uint8_t* w, const uint8_t* fetch, uint8_t* unpacked, const Block& x, float* acc) {
-    const __m256i low_bytes = _mm256_set1_epi16(255);
+  static OUTRIDER_INLINE void block(const uint8_t* w, const uint8_t* fetch, uint8_t*, const Block& x, float* acc) {
     if (use != Use::unpacked) prefetch<Min ? 576 : 544>(fetch);
     __m256i sum[T][2];
 #pragma GCC unroll 4
     for (int t = 0; t < T; ++t) sum[t][0] = sum[t][1] = _mm256_set1_epi32(x.offset[t]);
 #pragma GCC unroll 8
     for (int j = 0; j < 8; ++j) {
-#pragma GCC unroll 2
-      for (int half = 0; half < 2; ++half) {
-        uint8_t* place = unpacked + 128 * j + 64 * half;
-        __m256i a, b;
-        if (use == Use::unpacked) {
-          a = load_bytes(place), b = load_bytes(place + 32);
-        } else {
-          a = load_bytes(w + 64 * j), b = load_bytes(w + 64 * j + 32);
-          a = half ? _mm256_srli_epi16(a, 8) : _mm256_and_si256(a, low_bytes);
-          b = half ? _mm256_srli_epi16(b, 8) : _mm256_and_si256(b, low_bytes);
-          if (use == Use::unpacking) store_bytes(place, a), store_bytes(place + 32, b);
-        }
+      const __m256i a = load_bytes(w + 64 * j), b = load_bytes(w + 64 * j + 32);
 #pragma GCC unroll 4
-        for (int t = 0; t < T; ++t) {
-          const __m256i q = splat4(x.q[t] + 4 * j + 2 * half);
-          sum[t][0] = _mm256_add_epi32(sum[t][0], _mm256_madd_epi16(a, q));
-          sum[t][1] = _mm256_add_epi32(sum[t][1], _mm256_madd_epi16(b, q));
-          OUTRIDER_PIN(sum[t][0]);
-          OUTRIDER_PIN(sum[t][1]);
-        }
+      for (int t = 0; t < T; ++t) {
+        const __m256i q = splat4(x.q[t] + 4 * j), multiplier = splat4(x.multiplier[t] + 2 * j);
+        sum[t][0] = _mm256_add_epi32(sum[t][0], _mm256_madd_epi16(_mm256_maddubs_epi16(a, q), multiplier));
+        sum[t][1] = _mm256_add_epi32(sum[t][1], _mm256_madd_epi16(_mm256_maddubs_epi16(b, q), multiplier));
+        OUTRIDER_PIN(sum[t][0]);
+        OUTRIDER_PIN(sum[t][1]);
       }
     }
 #pragma GCC unroll 2
     for (int h = 0; h < 2; ++h) {
-      uint8_t* place = unpacked + 1024 + 32 * h;
-      __m256 scale, minimum = _mm256_setzero_ps();
-      if (use == Use::unpacked) {
-        scale = load_floats(place);
-        if (Min) minimum = load_floats(place + 64);
-      } else {
-        scale = load_half8(w + 512 + 16 * h);
-        if (Min) minimum = load_half8(w + 544 + 16 * h);
-        if (use == Use::unpacking) store_floats(place, scale), store_floats(place + 64, minimum);
-      }
+      const __m256 scale = load_half8(w + 512 + 16 * h);
 #pragma GCC unroll 4
       for (int t = 0; t < T; ++t) {
         float* a = acc + t * kTileRows + 8 * h;
         __m256 v = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum[t][h]), scale, _mm256_load_ps(a));
-        if (Min) v = _mm256_fmadd_ps(_mm256_broadcast_ss(x.sum + t), minimum, v);
+        if (Min) v = _mm256_fmadd_ps(_mm256_broadcast_ss(x.sum + t), load_half8(w + 544 + 16 * h), v);
         _mm256_store_ps(a, v);
       }
     }

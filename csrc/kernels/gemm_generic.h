@@ -43,18 +43,17 @@ struct Int4 {
 
 template <bool Min>
 struct Int8 {
-  using Block = Q16Block;
+  using Block = PairBlock;
   static constexpr int64_t unpacked_bytes = 0;
 
   template <int T, Use>
   static void block(const uint8_t* w, const uint8_t*, uint8_t*, const Block& x, float* acc) {
-    static constexpr int order[4] = {0, 2, 1, 3};
     for (int r = 0; r < kTileRows; ++r) {
       const float scale = load_half(w + 512 + 2 * r);
       for (int t = 0; t < T; ++t) {
-        int32_t sum = x.offset[t];
+        int32_t sum = 0;
         for (int i = 0; i < kBlock; ++i)
-          sum += w[(i / 4 * kTileRows + r) * 4 + i % 4] * x.q[t][i / 4 * 4 + order[i % 4]];
+          sum += (w[(i / 4 * kTileRows + r) * 4 + i % 4] - 128) * (x.q[t][i] * x.multiplier[t][i / 2]);
         float& a = acc[t * kTileRows + r];
         a = math::fma(float(sum), scale, a);
         if (Min) a = math::fma(x.sum[t], load_half(w + 544 + 2 * r), a);

@@ -49,9 +49,9 @@ inline int32_t rounded(float x, float limit) {
   return int32_t(std::lrint(x < limit ? x : limit));
 }
 
-inline float group_multiplier(float top, float row_top) {
-  const float exact = std::ceil(top * (kMultiplierMax / row_top));
-  return !(exact >= 1.0f) ? 1.0f : exact > kMultiplierMax ? kMultiplierMax : exact;
+// A multiplier in 1..most; 1 for NaN.
+inline float clamped(float multiplier, float most) {
+  return !(multiplier >= 1.0f) ? 1.0f : multiplier > most ? most : multiplier;
 }
 
 // Fills one lane of a quad and gives the row's unit. `tops` has room for a number a block.
@@ -64,7 +64,7 @@ inline float quantise_q8(const float* x, int32_t* tops, int64_t blocks, Q8Block*
   const float row_top = from_bits(top), unit = row_top / (kQ8Levels * kMultiplierMax);
   const bool zero = row_top < kTinyRow;
   for (int64_t b = 0; b < blocks; ++b) {
-    const float multiplier = zero ? 1.0f : group_multiplier(from_bits(tops[b]), row_top);
+    const float multiplier = zero ? 1.0f : clamped(std::ceil(from_bits(tops[b]) * (kMultiplierMax / row_top)), kMultiplierMax);
     const float inverse = zero ? 0.0f : 1.0f / (unit * multiplier);
     int32_t sum = 0;
     for (int i = 0; i < kBlock; ++i) {
@@ -78,8 +78,7 @@ inline float quantise_q8(const float* x, int32_t* tops, int64_t blocks, Q8Block*
   return zero ? 0.0f : unit;
 }
 
-inline float quantise_q16(const float* x, int32_t* tops, int64_t blocks, Q16Block* quad, int lane) {
-  static constexpr int order[4] = {0, 2, 1, 3};
+inline float quantise_pairs(const float* x, int32_t* tops, int64_t blocks, PairBlock* quad, int lane) {
   int32_t top = 0;
   for (int64_t b = 0; b < blocks; ++b) {
     tops[b] = absolute_max(x + b * kBlock);
@@ -87,18 +86,23 @@ inline float quantise_q16(const float* x, int32_t* tops, int64_t blocks, Q16Bloc
   }
   const float row_top = from_bits(top);
   const bool zero = row_top < kTinyRow;
-  const float inverse = zero ? 0.0f : kQ16Levels / row_top;
+  const float inverse = zero ? 0.0f : kPairLevels * kPairMultiplierMax / row_top;
   for (int64_t b = 0; b < blocks; ++b) {
     int32_t sum = 0;
-    for (int i = 0; i < kBlock; ++i) {
-      const int32_t q = rounded(x[b * kBlock + i] * inverse, kQ16Levels);
-      quad[b].q[lane][i / 4 * 4 + order[i % 4]] = int16_t(q);
-      sum += q;
+    for (int i = 0; i < kBlock; i += 2) {
+      const float first = x[b * kBlock + i] * inverse, second = x[b * kBlock + i + 1] * inverse;
+      const float larger = std::fabs(first) > std::fabs(second) ? std::fabs(first) : std::fabs(second);
+      const float multiplier = clamped(std::ceil(larger * (1.0f / kPairLevels)), kPairMultiplierMax);
+      const int32_t q0 = rounded(first / multiplier, kPairLevels), q1 = rounded(second / multiplier, kPairLevels);
+      quad[b].q[lane][i] = int8_t(q0);
+      quad[b].q[lane][i + 1] = int8_t(q1);
+      quad[b].multiplier[lane][i / 2] = int16_t(multiplier);
+      sum += (q0 + q1) * int32_t(multiplier);
     }
     quad[b].offset[lane] = -128 * sum;
     quad[b].sum[lane] = float(sum);
   }
-  return zero ? 0.0f : row_top / kQ16Levels;
+  return zero ? 0.0f : row_top / (kPairLevels * kPairMultiplierMax);
 }
 
 #endif
@@ -119,7 +123,7 @@ inline void prologue(WeightKind kind, const PrologueRow& row) {
   if (kind == WeightKind::int4) {
     *row.unit = quantise_q8(x, tops, blocks, static_cast<Q8Block*>(row.quad), row.lane);
   } else if (kind == WeightKind::int8) {
-    *row.unit = quantise_q16(x, tops, blocks, static_cast<Q16Block*>(row.quad), row.lane);
+    *row.unit = quantise_pairs(x, tops, blocks, static_cast<PairBlock*>(row.quad), row.lane);
   } else {
     auto* quad = static_cast<FloatBlock*>(row.quad);
     for (int64_t i = 0; i < blocks * kBlock; ++i) quad[i / kBlock].x[i % kBlock][row.lane] = x[i];

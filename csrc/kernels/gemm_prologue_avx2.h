@@ -93,35 +93,43 @@ inline float quantise_q8(const float* x, int32_t* tops, int64_t blocks, Q8Block*
   return zero ? 0.0f : unit;
 }
 
-inline float quantise_q16(const float* x, int32_t* tops, int64_t blocks, Q16Block* quad, int lane) {
+// Lanes 0 and 2 of a, then of b, in each half.
+inline __m256i even_lanes(__m256i a, __m256i b) {
+  return _mm256_castps_si256(_mm256_shuffle_ps(_mm256_castsi256_ps(a), _mm256_castsi256_ps(b), 0x88));
+}
+
+inline float quantise_pairs(const float* x, int32_t* tops, int64_t blocks, PairBlock* quad, int lane) {
   const float row_top = group_tops(x, blocks, tops);
   const bool zero = row_top < kTinyRow;
-  const __m256 inverse = _mm256_set1_ps(zero ? 0.0f : kQ16Levels / row_top);
-  const __m256i order = _mm256_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15,  //
-                                         0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15);
-  for (int64_t b = 0; b < blocks; b += 8) {
-    const int count = blocks - b < 8 ? int(blocks - b) : 8;
-    __m256i sum[8];
-    for (int g = 0; g < count; ++g) {
-      __m256i total = _mm256_setzero_si256();
-      for (int i = 0; i < kBlock; i += 16) {
-        const float* p = x + (b + g) * kBlock + i;
-        const __m256i words = _mm256_packs_epi32(rounded(p, inverse), rounded(p + 8, inverse));
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(quad[b + g].q[lane] + i),
-                            _mm256_shuffle_epi8(_mm256_permute4x64_epi64(words, 0xd8), order));
-        total = _mm256_add_epi32(total, _mm256_madd_epi16(words, _mm256_set1_epi16(1)));
-      }
-      sum[g] = total;
+  const __m256 inverse = _mm256_set1_ps(zero ? 0.0f : kPairLevels * kPairMultiplierMax / row_top);
+  const __m256 magnitude = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
+  const __m256 step = _mm256_set1_ps(1.0f / kPairLevels), one = _mm256_set1_ps(1.0f);
+  const __m256 most = _mm256_set1_ps(kPairMultiplierMax);
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  for (int64_t b = 0; b < blocks; ++b) {
+    __m256i q[4], multipliers[4], sum = _mm256_setzero_si256();
+    for (int i = 0; i < 4; ++i) {
+      const __m256 v = _mm256_mul_ps(_mm256_loadu_ps(x + b * kBlock + 8 * i), inverse), size = _mm256_and_ps(v, magnitude);
+      const __m256 larger = _mm256_max_ps(size, _mm256_permute_ps(size, 0xb1));
+      const __m256 multiplier = _mm256_min_ps(_mm256_max_ps(_mm256_ceil_ps(_mm256_mul_ps(larger, step)), one), most);
+      q[i] = _mm256_cvtps_epi32(_mm256_div_ps(v, multiplier));
+      multipliers[i] = _mm256_cvtps_epi32(multiplier);
+      sum = _mm256_add_epi32(sum, _mm256_madd_epi16(q[i], multipliers[i]));  // both fit 16 bits
     }
-    for (int g = count; g < 8; ++g) sum[g] = _mm256_setzero_si256();
-    alignas(32) int32_t sums[8];
-    _mm256_store_si256(reinterpret_cast<__m256i*>(sums), across(sum, add32));
-    for (int g = 0; g < count; ++g) {
-      quad[b + g].offset[lane] = -128 * sums[g];
-      quad[b + g].sum[lane] = float(sums[g]);
-    }
+    const __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(q[0], q[1]), _mm256_packs_epi32(q[2], q[3]));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(quad[b].q[lane]), _mm256_permutevar8x32_epi32(bytes, order));
+    const __m256i words = _mm256_packs_epi32(even_lanes(multipliers[0], multipliers[1]),
+                                             even_lanes(multipliers[2], multipliers[3]));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(quad[b].multiplier[lane]),
+                        _mm256_permutevar8x32_epi32(words, order));
+    sum = _mm256_add_epi32(sum, _mm256_permute2x128_si256(sum, sum, 1));
+    sum = _mm256_add_epi32(sum, _mm256_shuffle_epi32(sum, 0x4e));
+    sum = _mm256_add_epi32(sum, _mm256_shuffle_epi32(sum, 0xb1));
+    const int32_t total = _mm256_extract_epi32(sum, 0);
+    quad[b].offset[lane] = -128 * total;
+    quad[b].sum[lane] = float(total);
   }
-  return zero ? 0.0f : row_top / kQ16Levels;
+  return zero ? 0.0f : row_top / (kPairLevels * kPairMultiplierMax);
 }
 
 }  // namespace gemm
