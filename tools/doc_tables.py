@@ -15,7 +15,11 @@ from outrider.config import EngineConfig, ServerConfig, SpeculativeConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "docs" / "configuration.md", ROOT / "docs" / "index.md"]
-CONFIGS = {"engine options": EngineConfig, "speculation options": SpeculativeConfig, "server options": ServerConfig}
+CONFIGS = {
+    "engine options": EngineConfig,
+    "speculation options": SpeculativeConfig,
+    "server options": ServerConfig,
+}
 FOLDERS = [
     ("outrider", "*.py"),
     ("outrider/entrypoints", "*.py"),
