@@ -67,75 +67,100 @@ thread_local bool inside_run = false;
 
 }  // namespace
 
-// What one thread waits on. Others write `arrived`, so each has its own cache lines.
-struct alignas(128) Slot {
-  std::atomic<uint32_t> arrived[kMaxRounds] = {};  // the last barrier whose round k was signalled to us
-  std::atomic<bool> sleeping{false};
-  uint32_t barriers = 0;  // owner only: barriers passed
-  uint32_t phases = 0;    // owner only: for_each phases passed
-  std::mutex mutex;
-  std::condition_variable wake;
-};
+// Where threads wait: a while awake, then asleep.
+class Waiting {
+ public:
+  explicit Waiting(std::chrono::microseconds spin) : spin_(spin) {}
 
-struct alignas(128) Counter {
-  std::atomic<int64_t> next{0};
-};
-
-// A dissemination barrier: in round k a thread signals the one 2^k further on and waits for the one
-// 2^k before it. No counter that all threads fight for; with two threads, one store and one load each.
-struct Team::Shared {
-  Shared(int threads, int cpus)
-      : slots(new Slot[size_t(threads)]), size(threads), spin(threads > cpus ? std::chrono::microseconds(0) : kSpin) {}
-  std::unique_ptr<Slot[]> slots;
-  Counter counters[2];  // for_each phase p takes from counters[p % 2]
-  const int size;
-  const std::chrono::microseconds spin;  // none where the awaited thread may need this very core
-
-  void signal(Slot& slot, int round, uint32_t number) {
-    // Sequentially consistent, as are the two accesses in `sleep`: either we see that the other
-    // sleeps, or it sees our signal before it does.
-    slot.arrived[round].store(number, std::memory_order_seq_cst);
-    if (slot.sleeping.load(std::memory_order_seq_cst)) {
-      std::lock_guard<std::mutex> lock(slot.mutex);
-      slot.wake.notify_one();
-    }
-  }
-
-  static bool has_arrived(const Slot& slot, int round, uint32_t number, std::memory_order order) {
-    return int32_t(slot.arrived[round].load(order) - number) >= 0;  // the other may be one barrier ahead
-  }
-
-  void wait(Slot& slot, int round, uint32_t number) {
+  // Returns when ready(order) holds, a predicate over atomics that it reads in the given memory order.
+  template <class Ready>
+  void until(Ready&& ready) {
     for (int i = 0; i < 64; ++i) {
-      if (has_arrived(slot, round, number, std::memory_order_acquire)) return;
+      if (ready(std::memory_order_acquire)) return;
       pause();
     }
     const auto start = std::chrono::steady_clock::now();
     for (;;) {
       const auto waited = std::chrono::steady_clock::now() - start;
       for (int i = 0; i < 16; ++i) {
-        if (has_arrived(slot, round, number, std::memory_order_acquire)) return;
+        if (ready(std::memory_order_acquire)) return;
         pause();
       }
-      if (waited > kYield) return sleep(slot, round, number);
-      if (waited > spin) std::this_thread::yield();
+      if (waited > kYield) return sleep(ready);
+      if (waited > spin_) std::this_thread::yield();
     }
   }
 
-  void sleep(Slot& slot, int round, uint32_t number) {
-    std::unique_lock<std::mutex> lock(slot.mutex);
-    slot.sleeping.store(true, std::memory_order_seq_cst);
-    while (!has_arrived(slot, round, number, std::memory_order_seq_cst)) slot.wake.wait(lock);
-    slot.sleeping.store(false, std::memory_order_relaxed);
+  // To be called after a sequentially consistent store that makes someone ready: then either we see here
+  // that it sleeps, or it saw the store before it did.
+  void wake() {
+    if (sleepers_.load(std::memory_order_seq_cst) == 0) return;
+    std::lock_guard<std::mutex> lock(mutex_);
+    wake_.notify_all();
   }
 
+ private:
+  template <class Ready>
+  void sleep(Ready& ready) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    sleepers_.fetch_add(1, std::memory_order_seq_cst);
+    while (!ready(std::memory_order_seq_cst)) wake_.wait(lock);
+    sleepers_.fetch_sub(1, std::memory_order_relaxed);
+  }
+
+  const std::chrono::microseconds spin_;
+  alignas(128) std::atomic<int> sleepers_{0};
+  std::mutex mutex_;
+  std::condition_variable wake_;
+};
+
+// What belongs to one thread.
+struct alignas(128) Slot {
+  std::atomic<uint32_t> arrived[kMaxRounds] = {};  // the last barrier whose round k was signalled to it
+  uint32_t barriers = 0;                           // owner only: barriers passed
+  uint32_t phase = 0;                              // owner only: the phase it is in
+};
+
+// How much of a thread's share is taken: the phase in the upper half, items in the lower.
+struct alignas(128) Share {
+  std::atomic<uint64_t> taken{0};
+};
+
+struct Team::Shared {
+  Shared(int threads, int cpus)
+      : slots(new Slot[size_t(threads)]), shares(new Share[size_t(threads)]), size(threads),
+        // No spinning where the awaited thread may need this very core.
+        waiting(threads > cpus ? std::chrono::microseconds(0) : kSpin) {}
+
+  std::unique_ptr<Slot[]> slots;
+  std::unique_ptr<Share[]> shares;
+  const int size;
+  Waiting waiting;
+  alignas(128) std::atomic<int64_t> done{0};    // items of the current phase
+  alignas(128) std::atomic<uint32_t> phase{0};  // the current one: all before are over
+
+  static bool reached(const std::atomic<uint32_t>& counter, uint32_t number, std::memory_order order) {
+    return int32_t(counter.load(order) - number) >= 0;
+  }
+
+  // A dissemination barrier: in round k a thread signals the one 2^k further on and waits for the one
+  // 2^k before it. No counter that all threads fight for; with two threads, one store and one load each.
   void barrier(int rank) {
     Slot& own = slots[size_t(rank)];
     const uint32_t number = ++own.barriers;
     for (int round = 0, step = 1; step < size; ++round, step *= 2) {
-      signal(slots[size_t((rank + step) % size)], round, number);
-      wait(own, round, number);
+      slots[size_t((rank + step) % size)].arrived[round].store(number, std::memory_order_seq_cst);
+      waiting.wake();
+      // The other may be one barrier ahead.
+      waiting.until([&](std::memory_order order) { return reached(own.arrived[round], number, order); });
     }
+  }
+
+  void open_next_phase(uint32_t next) {
+    done.store(0, std::memory_order_relaxed);
+    for (int i = 0; i < size; ++i) shares[size_t(i)].taken.store(uint64_t(next) << 32, std::memory_order_relaxed);
+    phase.store(next, std::memory_order_seq_cst);
+    waiting.wake();
   }
 };
 
@@ -143,36 +168,79 @@ void Team::barrier() {
   if (size_ > 1) shared_->barrier(rank_);
 }
 
-int64_t Team::take(int64_t grain) {
-  Counter& counter = shared_->counters[shared_->slots[size_t(rank_)].phases % 2];
-  return counter.next.fetch_add(grain, std::memory_order_relaxed);
+int64_t Team::take(int share, int64_t count, int64_t grain) {
+  std::atomic<uint64_t>& taken = shared_->shares[size_t(share)].taken;
+  const uint32_t phase = shared_->slots[size_t(rank_)].phase;
+  uint64_t seen = taken.load(std::memory_order_relaxed);
+  do {
+    // Another phase: this one was finished without us.
+    if (uint32_t(seen >> 32) != phase || int64_t(uint32_t(seen)) >= count) return -1;
+  } while (!taken.compare_exchange_weak(seen, seen + uint64_t(grain), std::memory_order_relaxed));
+  return int64_t(uint32_t(seen));
 }
 
-void Team::next_phase() {
-  // The other counter was last used before the previous barrier and is next used after the coming one.
-  const uint32_t phase = ++shared_->slots[size_t(rank_)].phases;
-  if (rank_ == 0) shared_->counters[phase % 2].next.store(0, std::memory_order_relaxed);
+void Team::finish(int64_t num_items, int64_t done) {
+  const uint32_t next = ++shared_->slots[size_t(rank_)].phase;
+  if (done > 0 && shared_->done.fetch_add(done, std::memory_order_acq_rel) + done == num_items)
+    return shared_->open_next_phase(next);
+  shared_->waiting.until([&](std::memory_order order) { return Shared::reached(shared_->phase, next, order); });
 }
 
+// A run is open from the moment the caller starts it until it has come to its end itself. Workers that come
+// while it is open take part; the caller waits for those.
 struct ThreadPool::Impl {
   explicit Impl(int threads) : size(threads) {}
+
+  static constexpr uint64_t kOpen = uint64_t(1) << 31, kInside = kOpen - 1;  // below: the number of workers inside
 
   int size;
   std::mutex run_mutex;  // one run at a time
   std::unique_ptr<Team::Shared> shared;
   std::vector<std::thread> workers;
-  Fn fn = nullptr;
+  alignas(128) std::atomic<uint64_t> state{0};  // number of the run in the upper half, kOpen, workers inside
+  Fn fn = nullptr;  // of the open run, as are the following
   void* ctx = nullptr;
+  uint32_t first_phase = 0;
   bool stopping = false;
+
+  void open() {
+    first_phase = shared->phase.load(std::memory_order_relaxed);
+    const uint64_t number = (state.load(std::memory_order_relaxed) >> 32) + 1;
+    state.store(number << 32 | kOpen, std::memory_order_seq_cst);
+    shared->waiting.wake();
+  }
+
+  void close() {
+    state.fetch_and(~kOpen, std::memory_order_acq_rel);
+    shared->waiting.until([&](std::memory_order order) { return (state.load(order) & kInside) == 0; });
+  }
+
+  // Waits for a run later than `last` and goes in; its number.
+  uint64_t enter(uint64_t last) {
+    uint64_t seen = 0;
+    for (;;) {
+      shared->waiting.until([&](std::memory_order order) {
+        seen = state.load(order);
+        return (seen & kOpen) && seen >> 32 != last;
+      });
+      if (state.compare_exchange_strong(seen, seen + 1, std::memory_order_acq_rel)) return seen >> 32;
+    }
+  }
+
+  void leave() {
+    state.fetch_sub(1, std::memory_order_seq_cst);
+    shared->waiting.wake();
+  }
 
   void work(int rank) {
     inside_run = true;
     Team team(shared.get(), rank, size);
-    for (;;) {
-      team.barrier();
+    for (uint64_t number = 0;;) {
+      number = enter(number);
       if (stopping) return;
+      shared->slots[size_t(rank)].phase = first_phase;
       fn(ctx, team);
-      team.barrier();
+      leave();
     }
   }
 
@@ -206,10 +274,11 @@ struct ThreadPool::Impl {
   void stop() {
     if (workers.empty()) return;
     stopping = true;
-    shared->barrier(0);
+    open();  // and never closed: every worker comes
     for (std::thread& worker : workers) worker.join();
     workers.clear();
     stopping = false;
+    state = 0;
   }
 };
 
@@ -255,13 +324,18 @@ void ThreadPool::run(Fn fn, void* ctx) {
   }
   std::lock_guard<std::mutex> lock(impl.run_mutex);
   if (impl.size > 1 && impl.workers.empty()) impl.start();
-  impl.fn = fn;
-  impl.ctx = ctx;
   Team team(impl.shared.get(), 0, impl.size);
   inside_run = true;
-  team.barrier();
-  fn(ctx, team);
-  team.barrier();
+  if (impl.size == 1) {
+    fn(ctx, team);
+  } else {
+    impl.fn = fn;
+    impl.ctx = ctx;
+    impl.open();
+    impl.shared->slots[0].phase = impl.first_phase;
+    fn(ctx, team);
+    impl.close();
+  }
   inside_run = false;
 }
 

@@ -53,21 +53,30 @@ std::vector<float> on_all_teams(const std::string& what, const std::function<std
 
 // --- the pool ---
 
-void every_item_is_done_once() {
+// Every phase reads, in another order, what the phase before wrote: a lost or doubled item, or one that
+// starts too early, gives a wrong sum or a data race.
+void phases_see_what_came_before() {
   for (int threads : {1, 2, 4, 3}) {
     ThreadPool::global().resize(threads);
-    std::vector<int> done(500);
-    run_team([&](Team& team) {
-      for (int phase = 0; phase < 60; ++phase) {
-        team.for_each(int64_t(done.size()) - phase, 1 + phase % 9, [&](int64_t begin, int64_t end) {
-          for (int64_t i = begin; i < end; ++i) done[size_t(i)] += 1;  // a race if an item were given twice
-        });
-        if (phase % 7 == 0) team.barrier();
-        if (team.rank() == 0) done[0] += 0;  // a race if the barrier let someone pass early
-      }
-    });
-    for (size_t i = 0; i < done.size(); ++i)
-      expect(done[i] == std::min(60, int(done.size() - i)), "an item was lost");
+    const int64_t items = 300;
+    std::vector<int64_t> from(items, 1), to(items);
+    for (int run = 0; run < 20; ++run)
+      run_team([&](Team& team) {
+        for (int phase = 0; phase < 20; ++phase) {
+          const int64_t *read = (phase % 2 ? to : from).data();
+          int64_t* write = (phase % 2 ? from : to).data();
+          const auto work = [&](int64_t begin, int64_t end) {
+            for (int64_t i = begin; i < end; ++i) write[i] = read[items - 1 - i] + 1;
+          };
+          if (phase % 3)
+            team.for_each(items, 1 + phase % 9, work);
+          else
+            team.for_each_share(items, 1 + phase % 9, [&](int64_t begin, int64_t end, bool) { work(begin, end); });
+          if (phase % 7 == 0) team.barrier();
+          team.for_each(0, 1, work);
+        }
+      });
+    for (int64_t value : from) expect(value == 1 + 20 * 20, "an item was lost, doubled or too early");
   }
 }
 
@@ -89,12 +98,14 @@ void runs_from_several_callers_take_turns() {
 
 void sleepers_wake() {
   ThreadPool::global().resize(3);
-  for (int i = 0; i < 5; ++i) {
+  for (int i = 0; i < 9; ++i) {
     std::this_thread::sleep_for(std::chrono::milliseconds(3));
     std::atomic<int> ran{0};
     run_team([&](Team& team) {
-      if (team.rank() == i % 3) std::this_thread::sleep_for(std::chrono::milliseconds(3));
+      const auto nap = [&] { std::this_thread::sleep_for(std::chrono::milliseconds(3)); };
+      if (team.rank() == i % 3) nap();
       team.barrier();
+      team.for_each(2, 1, [&](int64_t, int64_t) { i % 2 ? nap() : void(); });
       ran += 1;
     });
     expect(ran == 3, "a thread slept on");
@@ -299,7 +310,7 @@ void sampling_shares_rows() {
 }  // namespace
 
 int main() {
-  every_item_is_done_once();
+  phases_see_what_came_before();
   runs_from_several_callers_take_turns();
   sleepers_wake();
   linear_rows_stand_alone();
