@@ -42,12 +42,13 @@ void require(bool ok, const char* message) {
 // Everything the kernels would otherwise read or write out of bounds.
 void check_step(const AttentionBatch& batch, const KVCache& cache, int64_t max_position) {
   const int32_t* start = batch.query_start_loc;
-  require(start[0] == 0 && start[batch.num_requests] == batch.num_rows, "query_start_loc must run from 0 to the rows");
+  require(start[0] == 0 && start[batch.num_requests] == batch.num_rows, "query_start_loc must end at the rows");
   for (int64_t request = 0; request < batch.num_requests; ++request) {
     require(start[request] <= start[request + 1], "query_start_loc must ascend");
     for (int64_t row = start[request]; row < start[request + 1]; ++row) {
       const int64_t position = batch.positions[row], slot = batch.slot_mapping[row];
-      require(position >= 0 && position < batch.seq_lens[request] && position < max_position, "position out of range");
+      require(position >= 0 && position < batch.seq_lens[request], "position out of range");
+      require(position < max_position, "position past the end of the RoPE table");
       require(slot >= 0 && slot < cache.num_blocks * cache.block_size, "slot out of range");
       require(position / cache.block_size < batch.max_blocks, "the block table is too short");
       const int32_t* table = batch.block_tables + request * batch.max_blocks;
@@ -83,7 +84,8 @@ nb::ndarray<nb::numpy, float, nb::ndim<2>> attention(
   require(q.shape(1) == width && k.shape(1) == kv_width && v.shape(1) == kv_width, "q, k or v has a wrong width");
   require(k.shape(0) == rows && v.shape(0) == rows && positions.size() == rows && slot_mapping.size() == rows,
           "q, k, v, positions and slot_mapping need one row a token");
-  require(rows == 0 || (q.stride(1) == 1 && k.stride(1) == 1 && v.stride(1) == 1), "rows of q, k, v must be contiguous");
+  require(rows == 0 || (q.stride(1) == 1 && k.stride(1) == 1 && v.stride(1) == 1),
+          "rows of q, k and v must be contiguous");
   require(seq_lens.size() + 1 == query_start_loc.size() && block_tables.shape(0) == seq_lens.size(),
           "seq_lens, query_start_loc and block_tables need one entry a request");
   require(layer >= 0 && layer < cache.num_layers, "layer out of range");
@@ -100,7 +102,7 @@ nb::ndarray<nb::numpy, float, nb::ndim<2>> attention(
   check_attention(args);
   {
     nb::gil_scoped_release release;
-    static AttentionScratch scratch;  // kept from step to step, as a program keeps its own; teams run one at a time
+    static AttentionScratch scratch;  // kept, as a program keeps its own; teams run one at a time
     run_team([&](Team& team) { append_attention(team, batch, args, scratch); });
   }
   return nb::ndarray<nb::numpy, float, nb::ndim<2>>(out, {rows, width}, owner);

@@ -186,7 +186,23 @@ inline void store8(BFloat* p, F8 x) {
   for (int i = 0; i < 8; ++i) p[i].bits = bfloat_bits(lane[i]);
 }
 
+#if defined(__AVX2__)
+
 // ((0+4) + (2+6)) + ((1+5) + (3+7))
+inline float sum_lanes(F8 x) {
+  __m128 sum = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  sum = _mm_add_ps(sum, _mm_movehl_ps(sum, sum));
+  return _mm_cvtss_f32(_mm_add_ss(sum, _mm_movehdup_ps(sum)));
+}
+
+inline float max_lanes(F8 x) {
+  __m128 most = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  most = _mm_max_ps(most, _mm_movehl_ps(most, most));
+  return _mm_cvtss_f32(_mm_max_ss(most, _mm_movehdup_ps(most)));
+}
+
+#else
+
 inline float sum_lanes(F8 x) {
   float v[8];
   store8(v, x);
@@ -200,6 +216,8 @@ inline float max_lanes(F8 x) {
     for (int i = 0; i < step; ++i) v[i] = v[i + step] > v[i] ? v[i + step] : v[i];
   return v[0];
 }
+
+#endif
 
 }  // namespace OUTRIDER_ISA
 }  // namespace outrider

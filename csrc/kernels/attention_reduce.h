@@ -1,0 +1,224 @@
+// One chunk reduced for a tile of rows, and chunks merged.
+//
+// What fixes a row's bits, and nothing else does:
+//   score(position)  one chain of fma over head_dim, ascending, from zero
+//   chunk maximum    order does not matter
+//   chunk sum        16 lanes (position mod 16), folded in one order; masked positions add +0
+//   chunk values     per head_dim lane one chain of fma over the row's visible positions, ascending
+//   merge            chunks left to right, `merge_chunk`
+// Tiles, panels and micro-kernels below only choose how many such chains run side by side. Values of
+// masked positions are never read for a row; scores of masked positions are replaced by -inf.
+#pragma once
+
+#include "kernels/attention_chunk.h"
+#include "kernels/attention_tile.h"
+
+namespace outrider {
+namespace OUTRIDER_ISA {
+
+template <int n>
+struct Width {
+  static constexpr int value = n;
+};
+
+// c[R][8 NV] += a[R][k] * b[k][8 NV], each element one chain over k; from zero when `kFromZero`.
+template <class T, int R, int NV, bool kFromZero>
+__attribute__((noinline)) void multiply(const float* a, int64_t lda, const T* b, int64_t ldb, float* c, int64_t ldc,
+                                        int k) {
+  F8 acc[R][NV];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int v = 0; v < NV; ++v) acc[r][v] = kFromZero ? splat8(0.0f) : load8(c + r * ldc + 8 * v);
+  // The longer side of the tile is taken one by one, so that 16 registers hold the rest.
+  for (int i = 0; i < k; ++i, b += ldb) {
+    if constexpr (NV > R) {
+      F8 x[R];
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) x[r] = splat8(a[r * lda + i]);
+#pragma GCC unroll 8
+      for (int v = 0; v < NV; ++v) {
+        const F8 column = load8(b + 8 * v);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) acc[r][v] = math::fma(x[r], column, acc[r][v]);
+      }
+    } else {
+      F8 column[NV];
+#pragma GCC unroll 8
+      for (int v = 0; v < NV; ++v) column[v] = load8(b + 8 * v);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        const F8 x = splat8(a[r * lda + i]);
+#pragma GCC unroll 8
+        for (int v = 0; v < NV; ++v) acc[r][v] = math::fma(x, column[v], acc[r][v]);
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int v = 0; v < NV; ++v) store8(c + r * ldc + 8 * v, acc[r][v]);
+}
+
+template <class T, int NV, bool kFromZero>
+inline void multiply_rows(int rows, const float* a, int64_t lda, const T* b, int64_t ldb, float* c, int64_t ldc,
+                          int k) {
+  if constexpr (NV <= 2) {
+    if (rows == 4) return multiply<T, 4, NV, kFromZero>(a, lda, b, ldb, c, ldc, k);
+    if (rows == 5) return multiply<T, 5, NV, kFromZero>(a, lda, b, ldb, c, ldc, k);
+    if (rows == 6) return multiply<T, 6, NV, kFromZero>(a, lda, b, ldb, c, ldc, k);
+  }
+  if (rows == 3) return multiply<T, 3, NV, kFromZero>(a, lda, b, ldb, c, ldc, k);
+  if (rows == 2) return multiply<T, 2, NV, kFromZero>(a, lda, b, ldb, c, ldc, k);
+  multiply<T, 1, NV, kFromZero>(a, lda, b, ldb, c, ldc, k);
+}
+
+// Scores of positions [lo, hi) for the rows that see them; lo and hi are rounded outwards, the rest is masked
+// later.
+template <class Chunk>
+void score(const Chunk& chunk, Tile& tile, int lo, int hi, Fetch fetch) {
+  using T = typename Chunk::Type;
+  const int d = tile.head_dim;
+  for (int at = lo / 16 * 16, width; at < hi; at += width) {
+    const bool wide = tile.num_blocks == 1 && tile.blocks[0].count <= 3 && chunk.has_32_keys(at) && at + 16 < hi;
+    width = wide ? 32 : 16;
+    const T* keys = chunk.key(at);
+    fetch.advance(at + width - lo, hi - lo);
+    for (int b = 0; b < tile.num_blocks; ++b) {
+      const RowBlock& block = tile.blocks[b];
+      if (at >= block.some_hi || at + width <= block.some_lo) continue;
+      const float* query = tile.query + block.first * d;
+      float* to = tile.weight + block.first * kChunk + at;
+      if (wide)
+        multiply_rows<T, 4, true>(block.count, query, d, keys, chunk.key_stride(), to, kChunk, d);
+      else
+        multiply_rows<T, 2, true>(block.count, query, d, keys, chunk.key_stride(), to, kChunk, d);
+    }
+  }
+}
+
+// The chunk's maximum of each row, and its masked scores replaced by -inf.
+inline void find_maxima(Tile& tile, const Partial& part) {
+  for (int b = 0; b < tile.num_blocks; ++b) {
+    const RowBlock& block = tile.blocks[b];
+    const int begin = block.some_lo / 16 * 16, end = int(round_up(block.some_hi, 16));
+    for (int r = block.first; r < block.first + block.count; ++r) {
+      float* score = tile.weight + r * kChunk;
+      F8 even = splat8(kMinusInfinity), odd = even;
+      for (int i = begin; i < end; i += 16) {
+        F8 x0 = load8(score + i), x1 = load8(score + i + 8);
+        if (i < tile.lo[r] || i + 16 > tile.hi[r]) {
+          x0 = keep_inside(x0, i, tile.lo[r], tile.hi[r]);
+          x1 = keep_inside(x1, i + 8, tile.lo[r], tile.hi[r]);
+          store8(score + i, x0);
+          store8(score + i + 8, x1);
+        }
+        even = max8(x0, even);
+        odd = max8(x1, odd);
+      }
+      part.maximum[r] = max_lanes(max8(even, odd));
+    }
+  }
+}
+
+// Scores to exponentials, with the chunk's sums. A row that sees nothing gets zeros.
+inline void exponentiate(Tile& tile, const Partial& part) {
+  for (int b = 0; b < tile.num_blocks; ++b) {
+    const RowBlock& block = tile.blocks[b];
+    const int begin = block.some_lo / 16 * 16, end = int(round_up(block.some_hi, 16));
+    for (int r = block.first; r < block.first + block.count; ++r) {
+      float* weight = tile.weight + r * kChunk;
+      const F8 shift = splat8(tile.lo[r] == tile.hi[r] ? 0.0f : part.maximum[r]);
+      F8 even = splat8(0.0f), odd = even;
+      for (int i = begin; i < end; i += 16) {
+        const F8 x0 = math::exp(math::sub(load8(weight + i), shift));
+        const F8 x1 = math::exp(math::sub(load8(weight + i + 8), shift));
+        store8(weight + i, x0);
+        store8(weight + i + 8, x1);
+        even = math::add(even, x0);
+        odd = math::add(odd, x1);
+      }
+      part.sum[r] = sum_lanes(math::add(even, odd));
+    }
+  }
+}
+
+// value[rows][8 NV] += weights * values of positions [lo, hi).
+template <int NV, class Chunk>
+inline void weigh_run(const Chunk& chunk, int rows, const float* weight, int lo, int hi, int column, float* value,
+                      int64_t stride) {
+  while (lo < hi) {
+    const int run = min_of(hi - lo, chunk.value_run(lo));
+    multiply_rows<typename Chunk::Type, NV, false>(rows, weight + lo, kChunk, chunk.value(lo, column),
+                                                   chunk.value_stride(), value, stride, run);
+    lo += run;
+  }
+}
+
+// Positions that only some rows of a block see are taken row by row: a chain runs over what its row sees and
+// nothing else, and in order.
+template <int NV, class Chunk>
+inline void weigh_columns(const Chunk& chunk, const Tile& tile, const RowBlock& block, const Partial& part,
+                          int column) {
+  const int d = tile.head_dim, end = block.first + block.count;
+  const auto ragged = [&](int from, int to) {
+    for (int r = block.first; r < end; ++r)
+      weigh_run<NV>(chunk, 1, tile.weight + r * kChunk, max_of(tile.lo[r], from), min_of(tile.hi[r], to), column,
+                    part.value + r * d + column, d);
+  };
+  if (block.some_lo < block.all_lo) ragged(0, block.all_lo);
+  weigh_run<NV>(chunk, block.count, tile.weight + block.first * kChunk, block.all_lo, block.all_hi, column,
+                part.value + block.first * d + column, d);
+  if (block.all_hi < block.some_hi) ragged(block.all_hi, kChunk);
+}
+
+// The chunk's weighted values. Few rows are taken over wide runs of columns, so that enough chains run at once.
+template <class Chunk>
+void weigh(const Chunk& chunk, const Tile& tile, const Partial& part, Fetch fetch) {
+  const int d = tile.head_dim;
+  for (int i = 0; i < tile.rows * d; i += 8) store8(part.value + i, splat8(0.0f));
+  int column = 0;
+  const bool wide = Chunk::kWide && tile.num_blocks == 1 && tile.blocks[0].count <= 3;
+  const auto columns = [&](auto width) {
+    constexpr int kWidth = decltype(width)::value;
+    for (; column + 8 * kWidth <= d; column += 8 * kWidth)
+      for (int b = 0; b < tile.num_blocks; ++b) {
+        fetch.advance(column * tile.num_blocks + 8 * kWidth * (b + 1), d * tile.num_blocks);
+        if (tile.blocks[b].some_lo < tile.blocks[b].some_hi)
+          weigh_columns<kWidth>(chunk, tile, tile.blocks[b], part, column);
+      }
+  };
+  if (wide) columns(Width<4>());
+  columns(Width<2>());
+  columns(Width<1>());
+}
+
+// total = total merged with the chunk to its right. Rows that see nothing of the chunk stay as they are.
+inline void merge_chunk(const Partial& total, const Partial& part, int rows, int d, float* scale_old,
+                        float* scale_new) {
+  for (int r = 0; r < rows; r += 8) {
+    const F8 old_maximum = load8(total.maximum + r), new_maximum = load8(part.maximum + r);
+    const F8 maximum = max8(new_maximum, old_maximum);
+    store8(scale_old + r, math::exp(math::sub(old_maximum, maximum)));
+    store8(scale_new + r, math::exp(math::sub(new_maximum, maximum)));
+  }
+  for (int r = 0; r < rows; ++r) {
+    if (part.maximum[r] == kMinusInfinity) continue;
+    float* to = total.value + r * d;
+    const float* from = part.value + r * d;
+    if (total.maximum[r] == kMinusInfinity) {
+      total.maximum[r] = part.maximum[r];
+      total.sum[r] = part.sum[r];
+      for (int i = 0; i < d; i += 8) store8(to + i, load8(from + i));
+      continue;
+    }
+    const F8 a = splat8(scale_old[r]), b = splat8(scale_new[r]);
+    total.maximum[r] = part.maximum[r] > total.maximum[r] ? part.maximum[r] : total.maximum[r];
+    total.sum[r] = total.sum[r] * scale_old[r] + part.sum[r] * scale_new[r];
+    for (int i = 0; i < d; i += 8)
+      store8(to + i, math::fma(load8(to + i), a, math::mul(load8(from + i), b)));
+  }
+}
+
+}  // namespace OUTRIDER_ISA
+}  // namespace outrider
