@@ -15,10 +15,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from hypothesis import given
+from hypothesis import strategies as st
 from tiny_checkpoints import save_tokenizer
 
 from outrider.backends import make_backend
-from outrider.models.loader import Checkpoint, load_checkpoint
+from outrider.models.loader import Checkpoint, CheckpointError, load_checkpoint
 from outrider.models.names import gguf_name
 from outrider.models.registry import build_function, weight_plan
 
@@ -312,6 +314,29 @@ def test_frequency_divisors_in_a_gguf_file_are_llama3_scaling(golden: Any, tmp_p
     file = load_checkpoint(write_gguf(directory, tmp_path / "model.gguf", divisors))
     logits = Sequence(file, "native", num_threads=2).feed(expected.token_ids, 0)
     assert np.abs(logits - expected.logits).max() < BOUNDS["native"]
+
+
+@pytest.fixture(scope="module")
+def whole_gguf(golden: Any, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    path = tmp_path_factory.mktemp("gguf") / "model.gguf"
+    return Path(write_gguf(load_checkpoint(golden("llama").path), path, np.ones(8))).read_bytes()
+
+
+@given(st.data())
+def test_a_gguf_file_with_flipped_bytes_loads_or_is_an_error(
+    whole_gguf: bytes, tmp_path_factory: pytest.TempPathFactory, data: Any
+) -> None:
+    damaged = bytearray(whole_gguf)
+    for _ in range(data.draw(st.integers(1, 3))):
+        damaged[data.draw(st.integers(24, 5000))] = data.draw(st.integers(0, 255))
+    path = tmp_path_factory.getbasetemp() / "damaged.gguf"
+    path.write_bytes(damaged)
+    try:
+        checkpoint = load_checkpoint(str(path))
+        checkpoint.tokenizer.encode("abc")
+        assert all(tensor.shape for tensor in checkpoint.tensors.values())
+    except CheckpointError as error:
+        assert "damaged.gguf" in str(error)
 
 
 def test_dummy_weights_are_the_same_for_the_same_seed(golden: Any) -> None:

@@ -231,8 +231,8 @@ def test_a_hostile_header_is_an_error_that_says_what(content: bytes, message: st
         ({"architectures": ["MambaForCausalLM"]}, "'MambaForCausalLM' is not supported; supported: LlamaFor"),
         ({"architectures": None, "model_type": "gpt2"}, "'gpt2' is not supported"),
         ({"hidden_size": None}, "hidden_size: is missing"),
-        ({"hidden_size": "16"}, "hidden_size: must be a positive integer, got '16'"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers: must be a positive integer, got 0"),
+        ({"hidden_size": "16"}, "hidden_size: must be a positive integer up to 2147483647, got '16'"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers: must be a positive integer up to 10000, got 0"),
         ({"num_key_value_heads": 3}, "multiple of the number of key/value heads"),
         ({"rms_norm_eps": -1}, "rms_norm_eps: must be a positive number"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings: must be true or false"),
@@ -244,6 +244,7 @@ def test_a_hostile_header_is_an_error_that_says_what(content: bytes, message: st
         ({"rope_scaling": {"rope_type": "linear"}}, "lacks 'factor'"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor must be a positive number"),
         ({"rope_scaling": {"type": "llama3", "factor": 2}}, "lacks 'low_freq_factor'"),
+        ({"rope_theta": 1e-300}, "gives infinite frequencies"),
         ({"rope_theta": -5}, "rope_theta must be a positive number"),
         ({"rope_scaling": 3}, "rope_scaling: must be a mapping"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "per layer type"),
@@ -253,6 +254,41 @@ def test_a_config_that_cannot_be_used_says_why(change: dict[str, Any], message: 
     with pytest.raises(CheckpointError, match=message) as caught:
         config_from_hf({**CONFIG, **change}, "here/config.json")
     assert "here/config.json" in str(caught.value)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=4,
+)
+CONFIG_KEYS = [
+    *CONFIG, "model_type", "head_dim", "rope_theta", "rope_parameters", "rope_scaling", "sliding_window",
+    "use_sliding_window", "max_window_layers", "layer_types", "hidden_act", "tie_word_embeddings",
+    "rms_norm_eps", "attention_bias", "mlp_bias", "partial_rotary_factor", "bos_token_id",
+    "quantization_config",
+]  # fmt: skip
+SCALING_KEYS = ["factor", "low_freq_factor", "high_freq_factor", "beta_fast", "mscale", "mscale_all_dim",
+    "original_max_position_embeddings", "truncate", "attention_factor", "rope_theta"]  # fmt: skip
+
+
+@given(
+    st.sampled_from(["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]),
+    st.dictionaries(st.sampled_from(CONFIG_KEYS), json_values, max_size=2),
+    st.sampled_from(["default", "linear", "dynamic", "llama3", "yarn"]),
+    st.dictionaries(st.sampled_from(SCALING_KEYS), json_values | st.floats(0.5, 64), max_size=6),
+)
+def test_any_values_in_a_config_give_a_config_or_a_sentence(
+    architecture: str, changes: dict[str, Any], rope_type: str, scaling: dict[str, Any]
+) -> None:
+    rope = {"rope_scaling": {"rope_type": rope_type, **scaling}}
+    windows = {"use_sliding_window": True, "sliding_window": 8}
+    values = {**CONFIG, "architectures": [architecture], **rope, **windows, **changes}
+    try:
+        config = config_from_hf(values, "here/config.json")
+    except CheckpointError as error:
+        assert "here/config.json" in str(error)
+    else:
+        assert np.isfinite(config.rope.inv_freq).all()
 
 
 def test_a_generation_config_has_the_last_word_on_eos() -> None:

@@ -6,7 +6,7 @@ weight plan only read `ModelConfig`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,8 @@ _HF_NAMES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
+# Far beyond any model: a damaged file must not make us reserve memory.
+_MOST_LAYERS, _MOST_HEAD_DIM = 10_000, 65_536
 _ACTIVATIONS = {
     "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
 }  # fmt: skip
@@ -68,14 +70,12 @@ class _Fields:
     def fail(self, key: str, problem: str) -> CheckpointError:
         return CheckpointError(f"{self.file}: {key}: {problem}")
 
-    def integer(self, key: str, default: int | None = None) -> int:
-        value = self.values.get(key)
+    def integer(self, key: str, default: int | None = None, most: int = 2**31 - 1) -> int:
+        value = default if self.values.get(key) is None else self.values[key]
         if value is None:
-            if default is None:
-                raise self.fail(key, "is missing")
-            return default
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
-            raise self.fail(key, f"must be a positive integer, got {value!r}")
+            raise self.fail(key, "is missing")
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most:
+            raise self.fail(key, f"must be a positive integer up to {most}, got {value!r}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -120,11 +120,13 @@ def config_from_hf(
     architecture = _hf_architecture(values, file)
     _refuse_unsupported(fields)
     num_heads, hidden_size = fields.integer("num_attention_heads"), fields.integer("hidden_size")
-    num_layers, max_position = fields.integer("num_hidden_layers"), fields.integer("max_position_embeddings")
+    num_layers = fields.integer("num_hidden_layers", most=_MOST_LAYERS)
+    max_position = fields.integer("max_position_embeddings")
     # The defaults are those of transformers' classes: config.json may leave out what equals them.
-    head_dim = fields.integer("head_dim", 128 if architecture == "qwen3" else hidden_size // num_heads)
+    default_head_dim = 128 if architecture == "qwen3" else hidden_size // num_heads
+    head_dim = fields.integer("head_dim", default_head_dim, most=_MOST_HEAD_DIM)
     scaling = _hf_rope(fields)
-    rotary_dim = int(head_dim * _Fields(scaling, file).number("partial_rotary_factor", 1.0))
+    rotary_dim = int(head_dim * min(1.0, _Fields(scaling, file).number("partial_rotary_factor", 1.0)))
     bias = fields.flag("attention_bias", False)
     config = ModelConfig(
         architecture=architecture,
@@ -161,23 +163,19 @@ def _refuse_unsupported(fields: _Fields) -> None:
     if fields.flag("mlp_bias", False):
         raise fields.fail("mlp_bias", "biases in the MLP are not supported")
     activation = fields.values.get("hidden_act", "silu")
-    if activation not in _ACTIVATIONS:
+    if activation not in list(_ACTIVATIONS):
         known = ", ".join(_ACTIVATIONS)
         raise fields.fail("hidden_act", f"{activation!r} is not supported; supported: {known}")
 
 
 def _hf_architecture(values: Mapping[str, Any], file: str) -> str:
-    named = values.get("architectures") or []
-    if (
-        isinstance(named, Sequence)
-        and not isinstance(named, str)
-        and len(named) == 1
-        and named[0] in _HF_NAMES
-    ):
-        return _HF_NAMES[named[0]]
-    if not named and values.get("model_type") in ARCHITECTURES:
+    named = values.get("architectures") or [None]
+    name = named[0] if isinstance(named, list) and len(named) == 1 else named
+    if isinstance(name, str) and name in _HF_NAMES:
+        return _HF_NAMES[name]
+    if name is None and values.get("model_type") in ARCHITECTURES:
         return str(values["model_type"])
-    raise _unknown_architecture(named[0] if named else values.get("model_type"), file)
+    raise _unknown_architecture(values.get("model_type") if name is None else name, file)
 
 
 def _hf_rope(fields: _Fields) -> dict[str, Any]:
@@ -208,8 +206,11 @@ def _hf_windows(fields: _Fields, architecture: str, num_layers: int) -> tuple[in
     kinds = fields.values.get("layer_types")
     if kinds is None:
         first = fields.values.get("max_window_layers", 28)
+        if not isinstance(first, int):
+            raise fields.fail("max_window_layers", f"must be an integer, got {first!r}")
         kinds = ["full_attention" if i < first else "sliding_attention" for i in range(num_layers)]
-    if len(kinds) != num_layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
+    known = ["full_attention", "sliding_attention"]
+    if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in known for kind in kinds):
         raise fields.fail(
             "layer_types", f"needs full_attention or sliding_attention {num_layers} times, got {kinds}"
         )
@@ -243,10 +244,10 @@ def config_from_gguf(
     if own.get("expert_count"):
         raise fields.fail("expert_count", "mixture-of-experts models are not supported")
     num_heads, hidden_size = fields.integer("attention.head_count"), fields.integer("embedding_length")
-    head_dim = fields.integer("attention.key_length", hidden_size // num_heads)
+    head_dim = fields.integer("attention.key_length", hidden_size // num_heads, most=_MOST_HEAD_DIM)
     if fields.integer("attention.value_length", head_dim) != head_dim:
         raise fields.fail("attention.value_length", f"must equal the key length {head_dim}")
-    num_layers, context = fields.integer("block_count"), fields.integer("context_length")
+    num_layers, context = fields.integer("block_count", most=_MOST_LAYERS), fields.integer("context_length")
     window = fields.integer("attention.sliding_window") if own.get("attention.sliding_window") else None
     config = ModelConfig(
         architecture=architecture,
@@ -280,7 +281,8 @@ def _gguf_rope(fields: _Fields, head_dim: int, context: int, rope_freqs: np.ndar
         scaling["original_max_position_embeddings"] = fields.values.get(
             "rope.scaling.original_context_length"
         )
-    spec = _rope(scaling, fields.integer("rope.dimension_count", head_dim), context, fields.file)
+    rotary_dim = fields.integer("rope.dimension_count", head_dim, most=head_dim)
+    spec = _rope(scaling, rotary_dim, context, fields.file)
     if rope_freqs is None:
         return spec
     if rope_freqs.shape != (len(spec.inv_freq),) or not (rope_freqs > 0).all():

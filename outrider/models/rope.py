@@ -29,6 +29,21 @@ def rope_spec(
 
     `max_position` is the model's max_position_embeddings; `where` begins the error messages.
     """
+    try:
+        with np.errstate(over="ignore", invalid="ignore"):
+            spec = _scaled(theta, rotary_dim, scaling, max_position, where)
+    except OverflowError:
+        spec = None
+    if spec is None or not np.isfinite(spec.inv_freq).all() or not math.isfinite(spec.attention_factor):
+        raise ValueError(
+            f"{where}: rope_theta {theta} with scaling {dict(scaling)} gives infinite frequencies"
+        )
+    return spec
+
+
+def _scaled(
+    theta: float, rotary_dim: int, scaling: Mapping[str, Any], max_position: int, where: str
+) -> RopeSpec:
     kind = str(scaling.get("rope_type", scaling.get("type", "default")))
     if kind not in ROPE_TYPES:
         raise ValueError(
