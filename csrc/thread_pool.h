@@ -50,7 +50,7 @@ class Team {
   void for_each(int64_t num_items, int64_t grain, F&& fn);
 
   // The same, but each thread first takes its own of `size()` equal shares, in order, and then helps the
-  // others with theirs: fn(begin, end, last), where `last` says that the thread's next run is elsewhere.
+  // others with theirs: fn(begin, end, limit), where the thread will probably go on as far as `limit`.
   template <class F>
   void for_each_share(int64_t num_items, int64_t grain, F&& fn);
   // Where the share of this thread begins.
@@ -84,7 +84,7 @@ void Team::for_each_share(int64_t num_items, int64_t grain, F&& fn) {
   if (num_items <= 0) return;
   if (size_ == 1) {
     for (int64_t begin = 0; begin < num_items; begin += grain)
-      fn(begin, std::min(begin + grain, num_items), begin + grain >= num_items);
+      fn(begin, std::min(begin + grain, num_items), num_items);
     return;
   }
   int64_t done = 0;
@@ -93,7 +93,7 @@ void Team::for_each_share(int64_t num_items, int64_t grain, F&& fn) {
     const int64_t first = num_items * share / size_, count = num_items * (share + 1) / size_ - first;
     for (int64_t begin; (begin = take(share, count, grain)) >= 0;) {
       const int64_t end = std::min(begin + grain, count);
-      fn(first + begin, first + end, end == count || i > 0);
+      fn(first + begin, first + end, first + (i == 0 ? count : end));
       done += end - begin;
     }
   }

@@ -71,7 +71,7 @@ void phases_see_what_came_before() {
           if (phase % 3)
             team.for_each(items, 1 + phase % 9, work);
           else
-            team.for_each_share(items, 1 + phase % 9, [&](int64_t begin, int64_t end, bool) { work(begin, end); });
+            team.for_each_share(items, 1 + phase % 9, [&](int64_t begin, int64_t end, int64_t) { work(begin, end); });
           if (phase % 7 == 0) team.barrier();
           team.for_each(0, 1, work);
         }
