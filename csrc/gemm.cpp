@@ -60,15 +60,29 @@ struct alignas(128) LinearScratch::Counters {
 
 namespace {
 
+// Work items [0, items) in equal shares, one a thread. Each thread goes through its own share in order, a run at a
+// time, so that it reads one stream; then it helps the others with theirs.
+struct Shares {
+  int64_t items, threads, run;
+  int64_t begin(int64_t thread) const { return items * thread / threads; }
+};
+
+// Where this thread will begin in a weight.
+const uint8_t* first_tile(const PackedWeight::Impl& weight, const Team& team) {
+  return weight.data.get() + Shares{weight.tiles, team.size(), 1}.begin(team.rank()) * weight.tile_bytes();
+}
+
 struct Linear {
   const LinearArgs& args;
   const PackedWeight::Impl& weight;
   const GemmKernels& kernels;
   const int64_t quad_bytes;  // of one quad of prepared rows
+  const uint8_t* next;       // where this thread will begin in the next op's weight
 
-  Linear(const LinearArgs& args)
+  Linear(const LinearArgs& args, const Team& team)
       : args(args), weight(args.weight->impl()), kernels(OUTRIDER_SELECT_KERNELS(gemm_kernels)),
-        quad_bytes(weight.blocks * quad_block_bytes(weight.kind)) {}
+        quad_bytes(weight.blocks * quad_block_bytes(weight.kind)),
+        next(args.next ? first_tile(args.next->impl(), team) : nullptr) {}
 
   void prepare(int64_t begin, int64_t end, const Prepared& to, float* staging) const {
     for (int64_t r = begin; r < end; ++r) {
@@ -79,22 +93,15 @@ struct Linear {
   }
 
   void compute(int64_t tile_begin, int64_t tile_end, int64_t row_begin, int64_t row_end, const Prepared& from,
-               const uint8_t* next, uint8_t* scratch) const {
+               const uint8_t* limit, uint8_t* scratch) const {
     kernels.tiles({&weight, tile_begin, tile_end, from.quads + row_begin / kQuad * quad_bytes, from.units + row_begin,
                    row_end - row_begin, args.bias, args.epilogue, args.out + row_begin * args.out_stride,
-                   args.out_stride, next, scratch});
+                   args.out_stride, limit, next, scratch});
   }
 };
 
-// Work items [0, items) in equal shares, one a thread. Each thread goes through its own share in order, a run at a
-// time, so that it reads one stream; then it helps the others with theirs.
-struct Shares {
-  int64_t items, threads, run;
-  int64_t begin(int64_t thread) const { return items * thread / threads; }
-};
-
-// Collective: fn(begin, end, whether the own share ends here) for runs that together are all items; ends with a
-// barrier.
+// Collective: fn(begin, end, end of what the thread will probably go through after it) for runs that together are all
+// items; ends with a barrier.
 template <class F>
 void for_each_run(Team& team, const Shares& shares, LinearScratch& scratch, F&& fn) {
   LinearScratch::Counters& own = scratch.counters[team.rank()];
@@ -106,17 +113,12 @@ void for_each_run(Team& team, const Shares& shares, LinearScratch& scratch, F&& 
       const int64_t begin = first + scratch.counters[thread].taken[op % 2].fetch_add(shares.run, std::memory_order_relaxed);
       if (begin >= last) break;
       const int64_t end = std::min(begin + shares.run, last);
-      fn(begin, end, end == last || i > 0);
+      fn(begin, end, i == 0 ? last : end);
     }
   }
   // The next op's counter was last used before the barrier that ended the previous op.
   own.taken[(op + 1) % 2].store(0, std::memory_order_relaxed);
   team.barrier();
-}
-
-// Where this thread will begin in a weight.
-const uint8_t* first_tile(const PackedWeight::Impl& weight, const Team& team) {
-  return weight.data.get() + Shares{weight.tiles, team.size(), 1}.begin(team.rank()) * weight.tile_bytes();
 }
 
 }  // namespace
@@ -140,7 +142,7 @@ void LinearScratch::reserve(int64_t max_rows, int64_t max_k, int threads) {
 }
 
 void linear(Team& team, const LinearArgs& args, LinearScratch& scratch) {
-  const Linear op(args);
+  const Linear op(args, team);
   uint8_t* own = aligned(scratch.per_thread[size_t(team.rank())]);
   float* staging = reinterpret_cast<float*>(own + kTileScratch);
   Prepared prepared;
@@ -156,13 +158,13 @@ void linear(Team& team, const LinearArgs& args, LinearScratch& scratch) {
   const int64_t row_block = std::min(kRowBlockMax, std::max(kQuad, kRowBlockBytes / op.quad_bytes * kQuad));
   const int64_t tiles = op.weight.tiles;
   const Shares shares{ceil_div(args.rows, row_block) * tiles, team.size(), args.rows <= kFewRows ? kFewRowsRun : 1};
-  for_each_run(team, shares, scratch, [&](int64_t begin, int64_t end, bool last) {
+  for_each_run(team, shares, scratch, [&](int64_t begin, int64_t end, int64_t share_end) {
     while (begin < end) {  // a run may cross from one block of rows to the next
       const int64_t tile = begin % tiles, row = begin / tiles * row_block;
       const int64_t count = std::min(end - begin, tiles - tile);
-      const uint8_t* next = op.weight.data.get() + (tile + count) % tiles * op.weight.tile_bytes();
-      if (last && args.next) next = first_tile(args.next->impl(), team);
-      op.compute(tile, tile + count, row, std::min(row + row_block, args.rows), prepared, next, own);
+      const int64_t last = std::min(tile + share_end - begin, tiles);
+      op.compute(tile, tile + count, row, std::min(row + row_block, args.rows), prepared,
+                 op.weight.data.get() + last * op.weight.tile_bytes(), own);
       begin += count;
     }
   });

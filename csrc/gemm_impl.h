@@ -128,7 +128,8 @@ struct TileRange {
   Epilogue epilogue;
   float* out;
   int64_t out_stride;
-  const uint8_t* next;  // memory that this thread will probably read after the last tile
+  // The thread will probably read on up to `limit`, and then from `next` (or null: then it is not known).
+  const uint8_t *limit, *next;
   uint8_t* scratch;     // kTileScratch bytes, aligned to 64, of this thread
 };
 
@@ -136,12 +137,9 @@ constexpr int64_t kRowBlockMax = 512;     // rows of a TileRange at most
 constexpr int64_t kUnpackBytes = 20480;  // of a tile's blocks, unpacked for reuse by many rows: part of L1
 constexpr int64_t kTileScratch = kRowBlockMax * kTileRows * int64_t(sizeof(float)) + kUnpackBytes;
 
-// Where a block kernel takes its weights from.
-enum class Use {
-  packed,     // the tile
-  unpacking,  // the tile, leaving them unpacked in scratch
-  unpacked,   // scratch
-};
+// A tile is gone through once for each quad of rows. The first pass of several leaves the weights unpacked in scratch
+// for the others; fetching the weights that come next is divided between the first two.
+enum class Pass { only, first, second, later };
 
 struct GemmKernels {
   void (*prologue)(WeightKind kind, const PrologueRow& row);

@@ -26,20 +26,39 @@ int64_t chunk_blocks(int64_t blocks, int64_t bytes) {
   return (blocks + chunks - 1) / chunks;
 }
 
-// Adds `count` blocks of a tile times one quad of T rows to acc. The weights of `ahead` blocks further on, in this
-// tile and then in the memory at `next`, are fetched meanwhile. Not inlined, so that the registers are its own; and
+// The weights that a thread will need while it works on others.
+struct Fetch {
+  const uint8_t *limit, *next;
+  int64_t ahead;
+
+  Fetch(const TileRange& range)
+      : limit(range.limit), next(range.next ? range.next : range.limit - range.weight->tile_bytes()),
+        ahead(kAhead / range.weight->block_bytes * range.weight->block_bytes) {}
+  const uint8_t* from(const uint8_t* w) const { return w + ahead < limit ? w + ahead : next + (w + ahead - limit); }
+};
+
+// Adds `count` blocks of a tile times one quad of T rows to acc. Not inlined, so that the registers are its own; and
 // the compiler must not keep sums in a stack slot beside acc.
-template <class K, int T, Use use>
-__attribute__((noinline)) void run_blocks(int64_t block_bytes, const uint8_t* w, const uint8_t* next, uint8_t* unpacked,
+template <class K, int T, Pass pass>
+__attribute__((noinline)) void run_blocks(int64_t block_bytes, const uint8_t* w, const Fetch& memory, uint8_t* unpacked,
                                           const typename K::Block* x, int64_t count, float* acc) {
-  const int64_t ahead = count * block_bytes < kAhead ? count : kAhead / block_bytes;
-  const typename K::Block* const turn = x + (count - ahead);
-  const typename K::Block* const end = x + count;
-  const uint8_t* fetch = w + ahead * block_bytes;
-  for (; x != end; ++x, w += block_bytes, fetch += block_bytes, unpacked += K::unpacked_bytes) {
-    if (use != Use::unpacked && x == turn) fetch = next;
-    K::template block<T, use>(w, fetch, unpacked, *x, acc);
+  const uint8_t* fetch = memory.from(w);
+  for (const auto* const end = x + count; x != end; ++x, w += block_bytes, unpacked += K::unpacked_bytes) {
+    K::template block<T, pass>(w, fetch, unpacked, *x, acc);
+    fetch += block_bytes;
+    if (pass != Pass::later && fetch == memory.limit) fetch = memory.next;
     asm volatile("" ::: "memory");
+  }
+}
+
+template <class K, Pass pass>
+void run_rows(int64_t block_bytes, const uint8_t* w, const Fetch& memory, uint8_t* unpacked, const typename K::Block* x,
+              int64_t count, int64_t rows, float* acc) {
+  switch (rows) {
+    case 1: return run_blocks<K, 1, pass>(block_bytes, w, memory, unpacked, x, count, acc);
+    case 2: return run_blocks<K, 2, pass>(block_bytes, w, memory, unpacked, x, count, acc);
+    case 3: return run_blocks<K, 3, pass>(block_bytes, w, memory, unpacked, x, count, acc);
+    default: return run_blocks<K, 4, pass>(block_bytes, w, memory, unpacked, x, count, acc);
   }
 }
 
@@ -48,11 +67,11 @@ template <class K, int T>
 void few_rows(const TileRange& range) {
   const PackedWeight::Impl& weight = *range.weight;
   const auto* x = static_cast<const typename K::Block*>(range.quads);
+  const Fetch memory(range);
   const uint8_t* w = weight.data.get() + range.tile_begin * weight.tile_bytes();
   for (int64_t tile = range.tile_begin; tile < range.tile_end; ++tile, w += weight.tile_bytes()) {
     alignas(64) float acc[T * kTileRows] = {};
-    const uint8_t* next = tile + 1 == range.tile_end ? range.next : w + weight.tile_bytes();
-    run_blocks<K, T, Use::packed>(weight.block_bytes, w, next, nullptr, x, weight.blocks, acc);
+    run_blocks<K, T, Pass::only>(weight.block_bytes, w, memory, nullptr, x, weight.blocks, acc);
     finish(range, tile, 0, T, acc);
   }
 }
@@ -65,24 +84,22 @@ void many_rows(const TileRange& range) {
   uint8_t* unpacked = range.scratch + kRowBlockMax * kTileRows * sizeof(float);
   const auto* quads = static_cast<const typename K::Block*>(range.quads);
   const int64_t chunk = chunk_blocks(weight.blocks, K::unpacked_bytes ? K::unpacked_bytes : weight.block_bytes);
+  const Fetch memory(range);
   const uint8_t* w = weight.data.get() + range.tile_begin * weight.tile_bytes();
   for (int64_t tile = range.tile_begin; tile < range.tile_end; ++tile) {
     std::memset(acc, 0, size_t(range.rows * kTileRows) * sizeof(float));
     for (int64_t begin = 0; begin < weight.blocks; begin += chunk) {
       const int64_t count = weight.blocks - begin < chunk ? weight.blocks - begin : chunk;
       const uint8_t* end = w + count * weight.block_bytes;
-      const uint8_t* next = begin + count == weight.blocks && tile + 1 == range.tile_end ? range.next : end;
       const auto* x = quads + begin;
-      run_blocks<K, kQuad, Use::unpacking>(weight.block_bytes, w, next, unpacked, x, count, acc);
+      run_blocks<K, kQuad, Pass::first>(weight.block_bytes, w, memory, unpacked, x, count, acc);
       for (int64_t row = kQuad; row < range.rows; row += kQuad) {
         x += weight.blocks;
         float* sums = acc + row * kTileRows;
-        switch (range.rows - row) {
-          case 1: run_blocks<K, 1, Use::unpacked>(weight.block_bytes, w, next, unpacked, x, count, sums); break;
-          case 2: run_blocks<K, 2, Use::unpacked>(weight.block_bytes, w, next, unpacked, x, count, sums); break;
-          case 3: run_blocks<K, 3, Use::unpacked>(weight.block_bytes, w, next, unpacked, x, count, sums); break;
-          default: run_blocks<K, 4, Use::unpacked>(weight.block_bytes, w, next, unpacked, x, count, sums); break;
-        }
+        if (row == kQuad)
+          run_rows<K, Pass::second>(weight.block_bytes, w, memory, unpacked, x, count, range.rows - row, sums);
+        else
+          run_rows<K, Pass::later>(weight.block_bytes, w, memory, unpacked, x, count, range.rows - row, sums);
       }
       w = end;
     }

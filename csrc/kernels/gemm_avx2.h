@@ -27,22 +27,27 @@ OUTRIDER_INLINE __m256i splat4(const void* p) {
 }
 
 // A thread's memory requests run this far ahead of its arithmetic.
-constexpr int64_t kAhead = 6144;
-template <int Bytes>
+constexpr int64_t kAhead = 8192;
+template <Pass pass, int Bytes>
 OUTRIDER_INLINE void prefetch(const uint8_t* p) {
-#pragma GCC unroll 16
-  for (int i = 0; i < Bytes; i += 64) _mm_prefetch(reinterpret_cast<const char*>(p + i), _MM_HINT_T0);
+  constexpr int half = (Bytes + 127) / 128 * 64;
+  constexpr int begin = pass == Pass::second ? half : 0;
+  constexpr int end = pass == Pass::later ? 0 : pass == Pass::first ? half : Bytes;
+#pragma GCC unroll 32
+  for (int i = begin; i < end; i += 64) _mm_prefetch(reinterpret_cast<const char*>(p + i), _MM_HINT_T1);
 }
+// Whether weights come from scratch.
+constexpr bool is_unpacked(Pass pass) { return pass == Pass::second || pass == Pass::later; }
 
 template <bool Min>
 struct Int4 {
   using Block = Q8Block;
   static constexpr int64_t unpacked_bytes = 512 + 64 + 64;  // 16 registers of weights, scales, minimums
 
-  template <int T, Use use>
+  template <int T, Pass pass>
   static OUTRIDER_INLINE void block(const uint8_t* w, const uint8_t* fetch, uint8_t* unpacked, const Block& x, float* acc) {
     const __m256i mask = _mm256_set1_epi8(15);
-    if (use != Use::unpacked) prefetch<Min ? 320 : 288>(fetch);
+    prefetch<pass, Min ? 320 : 288>(fetch);
     __m256i sum[T][2];
 #pragma GCC unroll 4
     for (int j = 0; j < 4; ++j) {
@@ -50,13 +55,13 @@ struct Int4 {
       for (int half = 0; half < 2; ++half) {
         uint8_t* place = unpacked + 128 * j + 64 * half;
         __m256i a, b;
-        if (use == Use::unpacked) {
+        if (is_unpacked(pass)) {
           a = load_bytes(place), b = load_bytes(place + 32);
         } else {
           a = load_bytes(w + 64 * j), b = load_bytes(w + 64 * j + 32);
           if (half) a = _mm256_srli_epi16(a, 4), b = _mm256_srli_epi16(b, 4);
           a = _mm256_and_si256(a, mask), b = _mm256_and_si256(b, mask);
-          if (use == Use::unpacking) store_bytes(place, a), store_bytes(place + 32, b);
+          if (pass == Pass::first) store_bytes(place, a), store_bytes(place + 32, b);
         }
 #pragma GCC unroll 4
         for (int t = 0; t < T; ++t) {
@@ -73,12 +78,12 @@ struct Int4 {
     for (int h = 0; h < 2; ++h) {
       uint8_t* place = unpacked + 512 + 32 * h;
       __m256 scale, minimum;
-      if (use == Use::unpacked) {
+      if (is_unpacked(pass)) {
         scale = load_floats(place), minimum = load_floats(place + 64);
       } else {
         scale = load_half8(w + 256 + 16 * h);
         minimum = Min ? load_half8(w + 288 + 16 * h) : _mm256_mul_ps(scale, _mm256_set1_ps(-8.0f));
-        if (use == Use::unpacking) store_floats(place, scale), store_floats(place + 64, minimum);
+        if (pass == Pass::first) store_floats(place, scale), store_floats(place + 64, minimum);
       }
 #pragma GCC unroll 4
       for (int t = 0; t < T; ++t) {
@@ -96,9 +101,9 @@ struct Int8 {
   using Block = PairBlock;
   static constexpr int64_t unpacked_bytes = 0;
 
-  template <int T, Use use>
+  template <int T, Pass pass>
   static OUTRIDER_INLINE void block(const uint8_t* w, const uint8_t* fetch, uint8_t*, const Block& x, float* acc) {
-    if (use != Use::unpacked) prefetch<Min ? 576 : 544>(fetch);
+    prefetch<pass, Min ? 576 : 544>(fetch);
     __m256i sum[T][2];
 #pragma GCC unroll 4
     for (int t = 0; t < T; ++t) sum[t][0] = sum[t][1] = _mm256_set1_epi32(x.offset[t]);
@@ -143,9 +148,9 @@ struct Float {
   using Block = FloatBlock;
   static constexpr int64_t unpacked_bytes = kBlock * kTileRows * 4;
 
-  template <int T, Use use>
+  template <int T, Pass pass>
   static OUTRIDER_INLINE void block(const uint8_t* w, const uint8_t* fetch, uint8_t* unpacked, const Block& x, float* acc) {
-    if (use != Use::unpacked) prefetch<Kind == WeightKind::f32 ? 2048 : 1024>(fetch);
+    prefetch<pass, Kind == WeightKind::f32 ? 2048 : 1024>(fetch);
     __m256 sum[T][2];
 #pragma GCC unroll 4
     for (int t = 0; t < T; ++t) {
@@ -155,11 +160,11 @@ struct Float {
     for (int i = 0; i < kBlock; ++i) {
       uint8_t* place = unpacked + 64 * i;
       __m256 a, b;
-      if (use == Use::unpacked) {
+      if (is_unpacked(pass)) {
         a = load_floats(place), b = load_floats(place + 32);
       } else {
         a = load_weights<Kind>(w, i * kTileRows), b = load_weights<Kind>(w, i * kTileRows + 8);
-        if (use == Use::unpacking) store_floats(place, a), store_floats(place + 32, b);
+        if (pass == Pass::first) store_floats(place, a), store_floats(place + 32, b);
       }
 #pragma GCC unroll 4
       for (int t = 0; t < T; ++t) {

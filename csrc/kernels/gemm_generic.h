@@ -22,7 +22,7 @@ struct Int4 {
   using Block = Q8Block;
   static constexpr int64_t unpacked_bytes = 0;
 
-  template <int T, Use>
+  template <int T, Pass>
   static void block(const uint8_t* w, const uint8_t*, uint8_t*, const Block& x, float* acc) {
     for (int r = 0; r < kTileRows; ++r) {
       const float scale = load_half(w + 256 + 2 * r);
@@ -46,7 +46,7 @@ struct Int8 {
   using Block = PairBlock;
   static constexpr int64_t unpacked_bytes = 0;
 
-  template <int T, Use>
+  template <int T, Pass>
   static void block(const uint8_t* w, const uint8_t*, uint8_t*, const Block& x, float* acc) {
     for (int r = 0; r < kTileRows; ++r) {
       const float scale = load_half(w + 512 + 2 * r);
@@ -80,7 +80,7 @@ struct Float {
   using Block = FloatBlock;
   static constexpr int64_t unpacked_bytes = 0;
 
-  template <int T, Use>
+  template <int T, Pass>
   static void block(const uint8_t* w, const uint8_t*, uint8_t*, const Block& x, float* acc) {
     for (int64_t i = 0; i < kBlock; ++i)
       for (int64_t r = 0; r < kTileRows; ++r) {
