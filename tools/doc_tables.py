@@ -75,6 +75,9 @@ def first_line(path: Path) -> str:
     if path.suffix == ".py":
         return (ast.get_docstring(ast.parse(text)) or "").split("\n")[0]
     comment = re.match(r"(?://[^\n]*\n)+", text)
+    header = path.with_suffix(".h")
+    if not comment and path.suffix == ".cpp" and header.exists():
+        return first_line(header)
     words = " ".join(line.lstrip("/ ") for line in comment[0].splitlines()) if comment else ""
     return re.split(r"(?<=[.:])\s", words + " ")[0]
 
