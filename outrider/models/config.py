@@ -244,9 +244,7 @@ def config_from_gguf(
     if own.get("expert_count"):
         raise fields.fail("expert_count", "mixture-of-experts models are not supported")
     num_heads, hidden_size = fields.integer("attention.head_count"), fields.integer("embedding_length")
-    head_dim = fields.integer("attention.key_length", hidden_size // num_heads, most=_MOST_HEAD_DIM)
-    if fields.integer("attention.value_length", head_dim) != head_dim:
-        raise fields.fail("attention.value_length", f"must equal the key length {head_dim}")
+    head_dim = _gguf_head_dim(fields, hidden_size // num_heads)
     num_layers, context = fields.integer("block_count", most=_MOST_LAYERS), fields.integer("context_length")
     window = fields.integer("attention.sliding_window") if own.get("attention.sliding_window") else None
     config = ModelConfig(
@@ -270,6 +268,13 @@ def config_from_gguf(
         bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
     )
     return _checked(config, file)
+
+
+def _gguf_head_dim(fields: _Fields, default: int) -> int:
+    head_dim = fields.integer("attention.key_length", default, most=_MOST_HEAD_DIM)
+    if fields.integer("attention.value_length", head_dim) != head_dim:
+        raise fields.fail("attention.value_length", f"must equal the key length {head_dim}")
+    return head_dim
 
 
 def _gguf_rope(fields: _Fields, head_dim: int, context: int, rope_freqs: np.ndarray | None) -> RopeSpec:
