@@ -20,6 +20,7 @@ from outrider.engine.runner import Runner
 from outrider.engine.scheduler import Scheduler
 from outrider.models.loader import Checkpoint, load_checkpoint
 from outrider.models.registry import build_function, weight_plan
+from outrider.models.tensors import RawTensor
 from outrider.sampling.sampler import Sampler
 from outrider.spec_decode.controller import Controller, StepCost
 from outrider.spec_decode.proposer import MOST_DRAFT_TOKENS, NoProposer, make_proposer
@@ -27,6 +28,7 @@ from outrider.spec_decode.proposer import MOST_DRAFT_TOKENS, NoProposer, make_pr
 logger = logging.getLogger(__name__)
 
 _CACHE_TYPES = {"auto": ("f16", 2), "float16": ("f16", 2), "bfloat16": ("bf16", 2), "float32": ("f32", 4)}
+_WEIGHT_FORMATS = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 _LOGITS_ROWS = 256  # in a step, unless more requests than that run
 _OUTER = ("embed", "head")
 
@@ -113,7 +115,9 @@ def _compile(config: EngineConfig, checkpoint: Checkpoint, plan: MemoryPlan, max
     name = "native" if config.backend == "auto" else config.backend
     backend = make_backend(name, num_threads=_num_threads(config))
     weights = {
-        handle: backend.weight([checkpoint.tensors[name] for name in names], _quantization_of(handle, config))
+        handle: backend.weight(
+            [_tensor(name, checkpoint, config) for name in names], _quantization_of(handle, config)
+        )
         for handle, names in weight_plan(model).items()
     }
     return backend.compile(
@@ -127,6 +131,11 @@ def _compile(config: EngineConfig, checkpoint: Checkpoint, plan: MemoryPlan, max
         kv_cache_dtype=_CACHE_TYPES[config.kv_cache_dtype][0],
         max_model_len=plan.max_model_len,
     )
+
+
+def _tensor(name: str, checkpoint: Checkpoint, config: EngineConfig) -> RawTensor:
+    tensor = checkpoint.tensors[name]
+    return tensor if config.dtype == "auto" else tensor.as_float(_WEIGHT_FORMATS[config.dtype])
 
 
 def _quantization_of(handle: str, config: EngineConfig) -> str | None:
@@ -147,6 +156,7 @@ def _drafting(
             "model": os.path.abspath(checkpoint.path),
             "size": _size_on_disk(checkpoint.path),
             "quantization": str(config.quantization),
+            "dtype": config.dtype,
             "backend": config.backend,
             "kv_cache_dtype": config.kv_cache_dtype,
             "block_size": plan.block_size,

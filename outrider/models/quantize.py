@@ -246,6 +246,19 @@ def _iq4_xs_to_q8_0(raw: np.ndarray) -> np.ndarray:
     return np.concatenate([_fp16_bytes(_iq4_xs_scales(raw)), q], axis=2)
 
 
+def encode_float(fmt: str, values: np.ndarray) -> np.ndarray:
+    """Flat bytes of float32 `values` as f32, f16 or bf16, rounded to nearest, ties to even."""
+    flat = np.ascontiguousarray(values, np.float32).reshape(-1)
+    if fmt == "f32":
+        return flat.view(np.uint8)
+    if fmt == "f16":
+        with np.errstate(over="ignore"):
+            return flat.astype("<f2").view(np.uint8)
+    bits = flat.view(np.uint32)
+    rounded = ((bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16).astype("<u2")
+    return np.where(np.isnan(flat), np.uint16(0x7FC0), rounded).view(np.uint8)
+
+
 def quantize_q8_0(values: np.ndarray) -> np.ndarray:
     """float32 [..., 32] -> q8_0 blocks uint8 [..., 34]: scale absmax / 127, rounded to nearest.
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from outrider.models.quantize import dequantize, format_nbytes
+from outrider.models.quantize import dequantize, encode_float, format_nbytes
 
 
 class CheckpointError(ValueError):
@@ -57,6 +57,12 @@ class RawTensor:
     def to_float32(self) -> np.ndarray:
         """The values, [*shape], exactly as the format defines them."""
         return dequantize(self.format, self.data).reshape(self.shape)
+
+    def as_float(self, fmt: str) -> RawTensor:
+        """A matrix of floats as f32, f16 or bf16; vectors and quantised tensors stay what they are."""
+        if self.format == fmt or len(self.shape) != 2 or self.format not in ("f32", "f16", "bf16"):
+            return self
+        return RawTensor(self.name, self.shape, fmt, encode_float(fmt, self.to_float32()), self.file)
 
     def select_rows(self, order: np.ndarray) -> RawTensor:
         """The rows in another order; each row's bytes stay what they are."""
