@@ -6,6 +6,7 @@ are held against. It keeps its own paged cache and runs the very same batches as
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -251,7 +252,7 @@ class TorchOps:
         queries = q.unflatten(-1, (num_kv_heads, num_heads // num_kv_heads, head_dim))
         out = torch.empty_like(queries)
         starts = self._batch.query_start_loc
-        for request, (begin, end) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
+        for request, (begin, end) in enumerate(itertools.pairwise(starts)):
             if begin == end:
                 continue
             positions = self._indices(self._batch.positions[begin:end], q.device)
