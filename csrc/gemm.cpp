@@ -2,7 +2,6 @@
 #include "gemm.h"
 
 #include <algorithm>
-#include <atomic>
 #include <stdexcept>
 
 #include "gemm_impl.h"
@@ -50,26 +49,9 @@ uint8_t* aligned(std::vector<uint8_t>& bytes) {
 // A thread's scratch: for the tile kernels, a row in fp32, then its own prepared rows.
 int64_t staging_bytes(int64_t blocks) { return round_up(staging_floats(blocks) * 4, 64); }
 
-}  // namespace
-
-// How far the shares are taken, for this op and, already reset, for the next.
-struct alignas(128) LinearScratch::Counters {
-  std::atomic<int64_t> taken[2] = {};
-  uint32_t ops = 0;  // owner only: ops passed
-};
-
-namespace {
-
-// Work items [0, items) in equal shares, one a thread. Each thread goes through its own share in order, a run at a
-// time, so that it reads one stream; then it helps the others with theirs.
-struct Shares {
-  int64_t items, threads, run;
-  int64_t begin(int64_t thread) const { return items * thread / threads; }
-};
-
-// Where this thread will begin in a weight.
+// Where this thread's share of a weight begins.
 const uint8_t* first_tile(const PackedWeight::Impl& weight, const Team& team) {
-  return weight.data.get() + Shares{weight.tiles, team.size(), 1}.begin(team.rank()) * weight.tile_bytes();
+  return weight.data.get() + team.share_begin(weight.tiles) * weight.tile_bytes();
 }
 
 struct Linear {
@@ -100,27 +82,6 @@ struct Linear {
   }
 };
 
-// Collective: fn(begin, end, end of what the thread will probably go through after it) for runs that together are all
-// items; ends with a barrier.
-template <class F>
-void for_each_run(Team& team, const Shares& shares, LinearScratch& scratch, F&& fn) {
-  LinearScratch::Counters& own = scratch.counters[team.rank()];
-  const uint32_t op = own.ops++;
-  for (int i = 0; i < team.size(); ++i) {
-    const int thread = (team.rank() + i) % team.size();
-    const int64_t first = shares.begin(thread), last = shares.begin(thread + 1);
-    for (;;) {
-      const int64_t begin = first + scratch.counters[thread].taken[op % 2].fetch_add(shares.run, std::memory_order_relaxed);
-      if (begin >= last) break;
-      const int64_t end = std::min(begin + shares.run, last);
-      fn(begin, end, i == 0 ? last : end);
-    }
-  }
-  // The next op's counter was last used before the barrier that ended the previous op.
-  own.taken[(op + 1) % 2].store(0, std::memory_order_relaxed);
-  team.barrier();
-}
-
 }  // namespace
 
 void check_linear(const LinearArgs& args) {
@@ -129,13 +90,9 @@ void check_linear(const LinearArgs& args) {
     throw std::invalid_argument("linear: the epilogues silu_mul and gelu_mul need an interleaved weight");
 }
 
-LinearScratch::LinearScratch() = default;
-LinearScratch::~LinearScratch() = default;
-
 void LinearScratch::reserve(int64_t max_rows, int64_t max_k, int threads) {
   const int64_t blocks = ceil_div(max_k, kBlock), widest = sizeof(FloatBlock);
   shared.resize(size_t(std::max<int64_t>(shared.size(), 64 + prepared_bytes(max_rows, blocks, widest))));
-  if (int64_t(per_thread.size()) < threads) counters.reset(new Counters[size_t(threads)]);
   per_thread.resize(size_t(std::max<int64_t>(per_thread.size(), threads)));
   const int64_t own = 64 + kTileScratch + staging_bytes(blocks) + prepared_bytes(kOwnRows, blocks, widest);
   for (auto& bytes : per_thread) bytes.resize(size_t(std::max<int64_t>(bytes.size(), own)));
@@ -145,24 +102,23 @@ void linear(Team& team, const LinearArgs& args, LinearScratch& scratch) {
   const Linear op(args, team);
   uint8_t* own = aligned(scratch.per_thread[size_t(team.rank())]);
   float* staging = reinterpret_cast<float*>(own + kTileScratch);
-  Prepared prepared;
-  if (args.rows <= kOwnRows) {
-    prepared = prepared_at(own + kTileScratch + staging_bytes(op.weight.blocks), args.rows);
-    op.prepare(0, args.rows, prepared, staging);
-  } else {
-    prepared = prepared_at(aligned(scratch.shared), args.rows);
+  const bool few = args.rows <= kOwnRows;
+  const Prepared prepared = few ? prepared_at(own + kTileScratch + staging_bytes(op.weight.blocks), args.rows)
+                                : prepared_at(aligned(scratch.shared), args.rows);
+  if (!few)
     team.for_each(ceil_div(args.rows, kQuad), 1, [&](int64_t begin, int64_t end) {
       op.prepare(begin * kQuad, std::min(end * kQuad, args.rows), prepared, staging);
     });
-  }
+  bool is_prepared = !few;
   const int64_t row_block = std::min(kRowBlockMax, std::max(kQuad, kRowBlockBytes / op.quad_bytes * kQuad));
-  const int64_t tiles = op.weight.tiles;
-  const Shares shares{ceil_div(args.rows, row_block) * tiles, team.size(), args.rows <= kFewRows ? kFewRowsRun : 1};
-  for_each_run(team, shares, scratch, [&](int64_t begin, int64_t end, int64_t share_end) {
+  const int64_t tiles = op.weight.tiles, items = ceil_div(args.rows, row_block) * tiles;
+  team.for_each_share(items, args.rows <= kFewRows ? kFewRowsRun : 1, [&](int64_t begin, int64_t end, int64_t limit) {
+    // Here and not before: a thread that comes when the others are done with this op must not read x any more.
+    if (!is_prepared) op.prepare(0, args.rows, prepared, staging);
+    is_prepared = true;
     while (begin < end) {  // a run may cross from one block of rows to the next
       const int64_t tile = begin % tiles, row = begin / tiles * row_block;
-      const int64_t count = std::min(end - begin, tiles - tile);
-      const int64_t last = std::min(tile + share_end - begin, tiles);
+      const int64_t count = std::min(end - begin, tiles - tile), last = std::min(tile + limit - begin, tiles);
       op.compute(tile, tile + count, row, std::min(row + row_block, args.rows), prepared,
                  op.weight.data.get() + last * op.weight.tile_bytes(), own);
       begin += count;

@@ -73,22 +73,17 @@ struct LinearArgs {
   const PackedWeight* next = nullptr;  // what the team will multiply by after this, or null: a hint to fetch it early
 };
 
-// Memory that linear works in, for the team (prepared rows, who computes what) and for each thread.
+// Memory that linear works in, for the team (prepared rows) and for each thread.
 struct LinearScratch {
-  LinearScratch();
-  ~LinearScratch();
-  void reserve(int64_t max_rows, int64_t max_k, int threads);
-
-  struct Counters;
   std::vector<uint8_t> shared;
   std::vector<std::vector<uint8_t>> per_thread;
-  std::unique_ptr<Counters[]> counters;
+  void reserve(int64_t max_rows, int64_t max_k, int threads);
 };
 
 // Throws std::invalid_argument when epilogue and weight do not fit together. linear does not look.
 void check_linear(const LinearArgs& args);
 
-// Collective: every thread of the team calls it with the same arguments. Ends with a barrier.
+// Collective: every thread of the team calls it with the same arguments. Returns when the result is there.
 void linear(Team& team, const LinearArgs& args, LinearScratch& scratch);
 
 }  // namespace outrider
