@@ -52,19 +52,17 @@ struct Linear : Program::Instruction {
   Resolved out, x;
   Weights weight;
   LinearOptions options;
-  LinearArgs fixed;  // all but the rows, which differ from step to step
+  LinearArgs fixed;  // all but the rows; `next` comes with the next linear
   const char* name() const override { return "linear"; }
 
   void fix() {
     fixed.weight = weight.get();
-    fixed.x = x.rows.data;
-    fixed.x_stride = x.rows.stride;
+    fixed.x = x.rows.data, fixed.x_stride = x.rows.stride;
     fixed.norm_weight = or_null(options.norm_weight);
     fixed.norm_eps = options.norm_eps;
     fixed.bias = or_null(options.bias);
     fixed.epilogue = options.epilogue;
-    fixed.out = out.rows.data;
-    fixed.out_stride = out.rows.stride;
+    fixed.out = out.rows.data, fixed.out_stride = out.rows.stride;
     check_linear(fixed);
   }
 
@@ -224,6 +222,8 @@ void Program::linear(View out, View x, Weights weight, LinearOptions options) {
   op->weight = std::move(weight);
   op->options = std::move(options);
   op->fix();
+  if (last_linear_) *last_linear_ = op->weight.get();
+  last_linear_ = &op->fixed.next;
   push(std::move(op));
 }
 

@@ -107,6 +107,7 @@ class Program {
   std::vector<Buffer> buffers_;
   std::vector<std::unique_ptr<Instruction>> instructions_;
   std::shared_ptr<KVCache> cache_;
+  const PackedWeight** last_linear_ = nullptr;  // where the latest linear wants to know of the next one's weight
   int64_t vocab_size_ = INT64_MAX, max_positions_ = INT64_MAX, max_k_ = 0;
   std::unique_ptr<LinearScratch> linear_scratch_;
   AttentionScratch attention_scratch_;

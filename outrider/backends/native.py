@@ -49,6 +49,10 @@ class NativeWeight:
         """Whether it is two tensors that can be interleaved."""
         return len(self.heights) == 2 and len(set(self.heights)) == 1 and len(set(self._plans)) == 1
 
+    @property
+    def is_packed(self) -> bool:
+        return self._packed is not None
+
     def pack(self, interleaved: bool = False) -> list[_native.PackedWeight]:
         """Weights that together have all rows in order: one, unless tensors differ in format.
 
@@ -143,19 +147,21 @@ class NativeBackend:
 
 
 def pack_weights(graph: Graph) -> None:
-    """Pack every weight of the graph, several at a time, and put the packed ones in its nodes: in a linear
-    a list, since a weight whose tensors differ in format takes several kernels."""
+    """Pack every weight of the graph, several at a time, lay them next to each other in order of use, and
+    put them in its nodes: in a linear a list, since a weight whose tensors differ in format takes several
+    kernels."""
+    nodes = [node for op in ("linear", "embedding") for node in graph.nodes if node.op == op]
     layouts: dict[NativeWeight, bool] = {}
-    for node in graph.nodes:
-        if node.op in ("linear", "embedding"):
-            layouts[node.params[_WEIGHT[node.op]]] = node.params.get("epilogue") in GATED
+    for node in nodes:
+        layouts.setdefault(node.params[_WEIGHT[node.op]], node.params.get("epilogue") in GATED)
+    new = [weight for weight in layouts if not weight.is_packed]
     with ThreadPoolExecutor(_native.num_threads()) as pool:
-        list(pool.map(lambda item: item[0].pack(item[1]), layouts.items()))
-    for node in graph.nodes:
-        if node.op in ("linear", "embedding"):
-            weight = node.params[_WEIGHT[node.op]]
-            packed = weight.pack(layouts[weight])
-            node.params[_WEIGHT[node.op]] = packed if node.op == "linear" else packed[0]
+        list(pool.map(lambda weight: weight.pack(layouts[weight]), new))
+    _native.settle([part for weight in new for part in weight.pack(layouts[weight])])
+    for node in nodes:
+        weight = node.params[_WEIGHT[node.op]]
+        packed = weight.pack(node.params.get("epilogue") in GATED)
+        node.params[_WEIGHT[node.op]] = packed if node.op == "linear" else packed[0]
 
 
 def rope_table(spec: RopeSpec, max_position: int) -> _native.RopeTable:
