@@ -24,6 +24,7 @@ import zmq
 from outrider.config import EngineConfig
 from outrider.engine.engine import Engine
 from outrider.engine.messages import EngineFailure, EngineInfo, Start, ToEngine, decode_to_engine, encode
+from outrider.engine.outbox import Outbox
 from outrider.request import (
     AbortRequests,
     AddRequest,
@@ -44,6 +45,7 @@ class CoreProcess:
     def __init__(self, engine: Engine, socket: zmq.Socket[bytes]) -> None:
         self._engine = engine
         self._socket = socket
+        self._outbox = Outbox(lambda outputs: socket.send(encode(StepOutputs(outputs))))
         self._is_draining = False
         self._is_stopping = False
 
@@ -54,7 +56,9 @@ class CoreProcess:
             if engine.has_work:
                 while (message := self._receive(zmq.NOBLOCK)) is not None:
                     handle(message)
-                self._send_outputs(engine.step())
+                outputs = engine.step()
+                next_is_short = engine.has_work and not engine.scheduler.num_prompt_tokens_next()
+                self._outbox.add(outputs, can_wait=next_is_short)
             elif self._is_draining:
                 return
             else:
@@ -94,8 +98,7 @@ class CoreProcess:
             self._send_outputs([refusal])
 
     def _send_outputs(self, outputs: list[RequestOutput]) -> None:
-        if outputs:
-            self._socket.send(encode(StepOutputs(outputs)))
+        self._outbox.add(outputs, can_wait=False)
 
 
 def main(address: str) -> int:
