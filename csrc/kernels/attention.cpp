@@ -119,7 +119,7 @@ void attend_typed(const AttentionBatch& batch, const AttentionArgs& args, const 
     return CacheChunk<T>(batch, args, unit, chunk, lo, hi);
   };
   CacheChunk<T> here = chunk_at(unit.chunk_begin);
-  Fetch(here, here.key_blocks).advance(1, 1);
+  Fetch(here, here.key_blocks).all_now();
   if (unit.append)
     append_typed<T>(batch, args, unit.row_begin, unit.row_end, unit.kv_head, int64_t(unit.chunk_begin) * kChunk,
                     int64_t(unit.chunk_end) * kChunk, scratch + Tile::floats(tile.rows, tile.head_dim));
@@ -136,7 +136,7 @@ void attend_typed(const AttentionBatch& batch, const AttentionArgs& args, const 
       score(source, tile, here.lo, here.hi, Fetch(here, here.value_blocks));
       find_maxima(tile, part);
       exponentiate(tile, part);
-      weigh(source, tile, part, Fetch(next, next.key_blocks));
+      weigh(source, tile, part, here.lo, here.hi, Fetch(next, next.key_blocks));
     };
     if (tile.rows >= kPanelRows)
       reduce(to_panels(here, tile.keys, tile.values));

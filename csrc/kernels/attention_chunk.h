@@ -42,28 +42,36 @@ struct CacheChunk {
 };
 
 // Brings memory near while there is something else to do: a context is read once a step, and its blocks lie
-// anywhere. `advance` is called as the work goes on, with the part of it that is done.
+// anywhere. Loops ask for a little at each turn; more at a time than the core has buffers for would stall them.
+// What is asked for need not be needed, nor be there: a prefetch does nothing but move memory.
 struct Fetch {
-  const void* const* block;
-  int block_bytes, at = 0;  // in the current block
-  int done = 0, total;      // bytes of all
+  const void* const* block;  // the keys or values of a chunk, in blocks
+  int block_bytes, left;
+  int at = 0;         // in the current block
+  int64_t step = 64;  // bytes a turn
 
   template <class T>
   Fetch(const CacheChunk<T>& chunk, const T* const* blocks)  // its key_blocks or value_blocks
       : block(reinterpret_cast<const void* const*>(blocks + chunk.lo / chunk.block_size)),
         block_bytes(chunk.block_size * chunk.head_dim * int(sizeof(T))),
-        total(((chunk.hi - 1) / chunk.block_size - chunk.lo / chunk.block_size + 1) * block_bytes) {}
+        left(((chunk.hi - 1) / chunk.block_size - chunk.lo / chunk.block_size + 1) * block_bytes) {}
 
-  void advance(int part, int parts) {
-    const int until = int(int64_t(total) * min_of(part, parts) / parts);
-    while (done < until) {
-      const char* from = static_cast<const char*>(*block) + at;
-      const int bytes = min_of(until - done, block_bytes - at);
-      for (int i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 0, 3);
-      done += bytes;
-      at += bytes;
-      if (at == block_bytes) ++block, at = 0;
-    }
+  // The whole is wanted within so many turns.
+  void pace(int turns) { step = min_of((left + turns - 1) / turns, 64); }
+
+  // Where the next turns of a loop start to ask.
+  const char* take(int turns) {
+    const char* from = static_cast<const char*>(*block) + at;
+    const int bytes = int(turns * step);
+    if (left <= bytes) return from;
+    left -= bytes, at += bytes;
+    if (at >= block_bytes) ++block, at -= block_bytes;
+    return from;
+  }
+
+  void all_now() {
+    for (; left > 0; left -= block_bytes, ++block)
+      for (int i = 0; i < block_bytes; i += 64) __builtin_prefetch(static_cast<const char*>(*block) + i, 0, 3);
   }
 };
 

@@ -21,17 +21,19 @@ struct Width {
   static constexpr int value = n;
 };
 
-// c[R][8 NV] += a[R][k] * b[k][8 NV], each element one chain over k; from zero when `kFromZero`.
+// c[R][8 NV] += a[R][k] * b[k][8 NV], each element one chain over k; from zero when `kFromZero`. On the way it
+// asks for the memory at `ahead`, `step` bytes a turn.
 template <class T, int R, int NV, bool kFromZero>
 __attribute__((noinline)) void multiply(const float* a, int64_t lda, const T* b, int64_t ldb, float* c, int64_t ldc,
-                                        int k) {
+                                        int k, const char* ahead, int64_t step) {
   F8 acc[R][NV];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
     for (int v = 0; v < NV; ++v) acc[r][v] = kFromZero ? splat8(0.0f) : load8(c + r * ldc + 8 * v);
   // The longer side of the tile is taken one by one, so that 16 registers hold the rest.
-  for (int i = 0; i < k; ++i, b += ldb) {
+  for (int i = 0; i < k; ++i, b += ldb, ahead += step) {
+    __builtin_prefetch(ahead, 0, 3);
     if constexpr (NV > R) {
       F8 x[R];
 #pragma GCC unroll 8
@@ -62,15 +64,16 @@ __attribute__((noinline)) void multiply(const float* a, int64_t lda, const T* b,
 
 template <class T, int NV, bool kFromZero>
 inline void multiply_rows(int rows, const float* a, int64_t lda, const T* b, int64_t ldb, float* c, int64_t ldc,
-                          int k) {
+                          int k, Fetch& fetch) {
+  const char* ahead = fetch.take(k);
   if constexpr (NV <= 2) {
-    if (rows == 4) return multiply<T, 4, NV, kFromZero>(a, lda, b, ldb, c, ldc, k);
-    if (rows == 5) return multiply<T, 5, NV, kFromZero>(a, lda, b, ldb, c, ldc, k);
-    if (rows == 6) return multiply<T, 6, NV, kFromZero>(a, lda, b, ldb, c, ldc, k);
+    if (rows == 4) return multiply<T, 4, NV, kFromZero>(a, lda, b, ldb, c, ldc, k, ahead, fetch.step);
+    if (rows == 5) return multiply<T, 5, NV, kFromZero>(a, lda, b, ldb, c, ldc, k, ahead, fetch.step);
+    if (rows == 6) return multiply<T, 6, NV, kFromZero>(a, lda, b, ldb, c, ldc, k, ahead, fetch.step);
   }
-  if (rows == 3) return multiply<T, 3, NV, kFromZero>(a, lda, b, ldb, c, ldc, k);
-  if (rows == 2) return multiply<T, 2, NV, kFromZero>(a, lda, b, ldb, c, ldc, k);
-  multiply<T, 1, NV, kFromZero>(a, lda, b, ldb, c, ldc, k);
+  if (rows == 3) return multiply<T, 3, NV, kFromZero>(a, lda, b, ldb, c, ldc, k, ahead, fetch.step);
+  if (rows == 2) return multiply<T, 2, NV, kFromZero>(a, lda, b, ldb, c, ldc, k, ahead, fetch.step);
+  multiply<T, 1, NV, kFromZero>(a, lda, b, ldb, c, ldc, k, ahead, fetch.step);
 }
 
 // Scores of positions [lo, hi) for the rows that see them; lo and hi are rounded outwards, the rest is masked
@@ -79,20 +82,21 @@ template <class Chunk>
 void score(const Chunk& chunk, Tile& tile, int lo, int hi, Fetch fetch) {
   using T = typename Chunk::Type;
   const int d = tile.head_dim;
+  const bool few = tile.num_blocks == 1 && tile.blocks[0].count <= kWideRows;
+  fetch.pace(((hi - lo / 16 * 16) + 15) / (few && chunk.has_32_keys(0) ? 32 : 16) * d * tile.num_blocks + 1);
   for (int at = lo / 16 * 16, width; at < hi; at += width) {
-    const bool wide = tile.num_blocks == 1 && tile.blocks[0].count <= 3 && chunk.has_32_keys(at) && at + 16 < hi;
+    const bool wide = few && chunk.has_32_keys(at) && at + 16 < hi;
     width = wide ? 32 : 16;
     const T* keys = chunk.key(at);
-    fetch.advance(at + width - lo, hi - lo);
     for (int b = 0; b < tile.num_blocks; ++b) {
       const RowBlock& block = tile.blocks[b];
       if (at >= block.some_hi || at + width <= block.some_lo) continue;
       const float* query = tile.query + block.first * d;
       float* to = tile.weight + block.first * kChunk + at;
       if (wide)
-        multiply_rows<T, 4, true>(block.count, query, d, keys, chunk.key_stride(), to, kChunk, d);
+        multiply_rows<T, 4, true>(block.count, query, d, keys, chunk.key_stride(), to, kChunk, d, fetch);
       else
-        multiply_rows<T, 2, true>(block.count, query, d, keys, chunk.key_stride(), to, kChunk, d);
+        multiply_rows<T, 2, true>(block.count, query, d, keys, chunk.key_stride(), to, kChunk, d, fetch);
     }
   }
 }
@@ -146,11 +150,11 @@ inline void exponentiate(Tile& tile, const Partial& part) {
 // value[rows][8 NV] += weights * values of positions [lo, hi).
 template <int NV, class Chunk>
 inline void weigh_run(const Chunk& chunk, int rows, const float* weight, int lo, int hi, int column, float* value,
-                      int64_t stride) {
+                      int64_t stride, Fetch& fetch) {
   while (lo < hi) {
     const int run = min_of(hi - lo, chunk.value_run(lo));
     multiply_rows<typename Chunk::Type, NV, false>(rows, weight + lo, kChunk, chunk.value(lo, column),
-                                                   chunk.value_stride(), value, stride, run);
+                                                   chunk.value_stride(), value, stride, run, fetch);
     lo += run;
   }
 }
@@ -159,34 +163,33 @@ inline void weigh_run(const Chunk& chunk, int rows, const float* weight, int lo,
 // nothing else, and in order.
 template <int NV, class Chunk>
 inline void weigh_columns(const Chunk& chunk, const Tile& tile, const RowBlock& block, const Partial& part,
-                          int column) {
+                          int column, Fetch& fetch) {
   const int d = tile.head_dim, end = block.first + block.count;
   const auto ragged = [&](int from, int to) {
     for (int r = block.first; r < end; ++r)
       weigh_run<NV>(chunk, 1, tile.weight + r * kChunk, max_of(tile.lo[r], from), min_of(tile.hi[r], to), column,
-                    part.value + r * d + column, d);
+                    part.value + r * d + column, d, fetch);
   };
   if (block.some_lo < block.all_lo) ragged(0, block.all_lo);
   weigh_run<NV>(chunk, block.count, tile.weight + block.first * kChunk, block.all_lo, block.all_hi, column,
-                part.value + block.first * d + column, d);
+                part.value + block.first * d + column, d, fetch);
   if (block.all_hi < block.some_hi) ragged(block.all_hi, kChunk);
 }
 
 // The chunk's weighted values. Few rows are taken over wide runs of columns, so that enough chains run at once.
 template <class Chunk>
-void weigh(const Chunk& chunk, const Tile& tile, const Partial& part, Fetch fetch) {
+void weigh(const Chunk& chunk, const Tile& tile, const Partial& part, int lo, int hi, Fetch fetch) {
   const int d = tile.head_dim;
   for (int i = 0; i < tile.rows * d; i += 8) store8(part.value + i, splat8(0.0f));
   int column = 0;
-  const bool wide = Chunk::kWide && tile.num_blocks == 1 && tile.blocks[0].count <= 3;
+  const bool wide = Chunk::kWide && tile.num_blocks == 1 && tile.blocks[0].count <= kWideRows;
+  fetch.pace(d / (wide ? 32 : 16) * (hi - lo) * tile.num_blocks + 1);
   const auto columns = [&](auto width) {
     constexpr int kWidth = decltype(width)::value;
     for (; column + 8 * kWidth <= d; column += 8 * kWidth)
-      for (int b = 0; b < tile.num_blocks; ++b) {
-        fetch.advance(column * tile.num_blocks + 8 * kWidth * (b + 1), d * tile.num_blocks);
+      for (int b = 0; b < tile.num_blocks; ++b)
         if (tile.blocks[b].some_lo < tile.blocks[b].some_hi)
-          weigh_columns<kWidth>(chunk, tile, tile.blocks[b], part, column);
-      }
+          weigh_columns<kWidth>(chunk, tile, tile.blocks[b], part, column, fetch);
   };
   if (wide) columns(Width<4>());
   columns(Width<2>());

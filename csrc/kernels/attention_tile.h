@@ -7,7 +7,8 @@
 namespace outrider {
 namespace OUTRIDER_ISA {
 
-constexpr int kRowBlock = 6;  // query rows of a micro-kernel
+constexpr int kRowBlock = 6;  // query rows of a micro-kernel over 16 columns
+constexpr int kWideRows = 3;  // so few are taken over 32 columns, for enough chains to run at once
 
 inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
