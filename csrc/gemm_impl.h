@@ -38,10 +38,11 @@ struct Q8Block {
 };
 
 // x = unit * multiplier * q, a multiplier for each two inputs. q is small enough that the sum of two products with an
-// 8-bit weight fits 16 bits; multiplier * q fits 16 bits, for instruction sets that would rather have it so.
+// 8-bit weight fits 16 bits; multiplier * q is small enough to be 256 * h + l with h and l of 8 bits (NEON takes it so:
+// h in place of q, l in place of the multipliers).
 struct PairBlock {
   int8_t q[kQuad][kBlock];                 // -64..64
-  int16_t multiplier[kQuad][kBlock / 2];   // 1..511
+  int16_t multiplier[kQuad][kBlock / 2];   // 1..509
   int32_t offset[kQuad];                   // -128 * sum of multiplier * q: takes back the 128 that is added to weights
   float sum[kQuad];                        // sum of multiplier * q
 };
@@ -51,7 +52,7 @@ struct FloatBlock {
 };
 
 constexpr float kQ8Levels = 127.0f, kMultiplierMax = 32767.0f;
-constexpr float kPairLevels = 64.0f, kPairMultiplierMax = 511.0f;
+constexpr float kPairLevels = 64.0f, kPairMultiplierMax = 509.0f;
 // Rows with no value above this are taken as zero, so that reciprocals stay finite.
 constexpr float kTinyRow = 1e-30f;
 

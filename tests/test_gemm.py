@@ -24,7 +24,7 @@ BLOCK_LAYOUT = {  # bytes after the fp16 scale: minimum, high bits, values
 # n and k on and off the tile (16), the block (32) and the many-rows chunk (24 blocks)
 SHAPES = [(1, 32), (16, 64), (40, 96), (33, 1568)]
 Q8_LEVELS, MULTIPLIER_MAX = np.float32(127), np.float32(32767)
-PAIR_LEVELS, PAIR_MULTIPLIER_MAX = np.float32(64), np.float32(511)
+PAIR_LEVELS, PAIR_MULTIPLIER_MAX = np.float32(64), np.float32(509)
 
 
 def make_rng(*key: object) -> np.random.Generator:

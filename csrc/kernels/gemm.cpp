@@ -7,8 +7,12 @@
 #include "gemm_finish.h"
 #include "gemm_prologue.h"
 
-#if defined(__AVX2__)
+#if defined(OUTRIDER_ISA_avx512) || defined(OUTRIDER_ISA_avx512vnni)
+#include "gemm_avx512.h"
+#elif defined(__AVX2__)
 #include "gemm_avx2.h"
+#elif defined(OUTRIDER_ISA_neon)
+#include "gemm_neon.h"
 #else
 #include "gemm_generic.h"
 #endif

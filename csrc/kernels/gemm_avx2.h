@@ -1,43 +1,41 @@
 // Block kernels of the linear op for AVX2 + FMA + F16C. See gemm_generic.h for what they compute.
 #pragma once
 
-#include <immintrin.h>
-
-#include "../gemm_impl.h"
+#include "gemm_x86.h"
 
 namespace outrider {
 namespace OUTRIDER_ISA {
 namespace gemm {
 
-#define OUTRIDER_INLINE inline __attribute__((always_inline))
-// Keeps the compiler from computing all products first and spilling them.
-#define OUTRIDER_PIN(v) asm volatile("" : "+x"(v))
+#if defined(OUTRIDER_ISA_avxvnni)
 
-OUTRIDER_INLINE __m256 load_half8(const uint8_t* p) {
-  return _mm256_cvtph_ps(_mm_load_si128(reinterpret_cast<const __m128i*>(p)));
+// Four products of 4-bit weights and activations a 32-bit lane.
+OUTRIDER_INLINE __m256i add_products(__m256i sum, __m256i w, __m256i q) { return _mm256_dpbusd_avx_epi32(sum, w, q); }
+OUTRIDER_INLINE __m256i products(__m256i w, __m256i q) { return add_products(_mm256_setzero_si256(), w, q); }
+// The sum of a block times its multiplier, rounded once: both are exact in fp32.
+OUTRIDER_INLINE __m256 multiplied(__m256i sum, const int16_t* multiplier) {
+  return _mm256_mul_ps(_mm256_cvtepi32_ps(sum), _mm256_set1_ps(float(*multiplier)));
 }
-OUTRIDER_INLINE __m256i load_bytes(const uint8_t* p) { return _mm256_load_si256(reinterpret_cast<const __m256i*>(p)); }
-OUTRIDER_INLINE void store_bytes(uint8_t* p, __m256i v) { _mm256_store_si256(reinterpret_cast<__m256i*>(p), v); }
-OUTRIDER_INLINE __m256 load_floats(const uint8_t* p) { return _mm256_load_ps(reinterpret_cast<const float*>(p)); }
-OUTRIDER_INLINE void store_floats(uint8_t* p, __m256 v) { _mm256_store_ps(reinterpret_cast<float*>(p), v); }
-OUTRIDER_INLINE __m256i splat4(const void* p) {
-  int32_t v;
-  __builtin_memcpy(&v, p, 4);
-  return _mm256_set1_epi32(v);
+// Pairs of 16-bit sums times their multipliers.
+OUTRIDER_INLINE __m256i add_multiplied(__m256i sum, __m256i pairs, __m256i multipliers) {
+  return _mm256_dpwssd_avx_epi32(sum, pairs, multipliers);
 }
 
-// A thread's memory requests run this far ahead of its arithmetic.
-constexpr int64_t kAhead = 8192;
-template <Pass pass, int Bytes>
-OUTRIDER_INLINE void prefetch(const uint8_t* p) {
-  constexpr int half = (Bytes + 127) / 128 * 64;
-  constexpr int begin = pass == Pass::second ? half : 0;
-  constexpr int end = pass == Pass::later ? 0 : pass == Pass::first ? half : Bytes;
-#pragma GCC unroll 32
-  for (int i = begin; i < end; i += 64) _mm_prefetch(reinterpret_cast<const char*>(p + i), _MM_HINT_T1);
+#else
+
+// Two products a 16-bit lane: eight times two products of 4 and 8 bits fit.
+OUTRIDER_INLINE __m256i products(__m256i w, __m256i q) { return _mm256_maddubs_epi16(w, q); }
+OUTRIDER_INLINE __m256i add_products(__m256i sum, __m256i w, __m256i q) {
+  return _mm256_add_epi16(sum, products(w, q));
 }
-// Whether weights come from scratch.
-constexpr bool is_unpacked(Pass pass) { return pass == Pass::second || pass == Pass::later; }
+OUTRIDER_INLINE __m256 multiplied(__m256i sum, const int16_t* multiplier) {
+  return _mm256_cvtepi32_ps(_mm256_madd_epi16(sum, splat4(multiplier)));
+}
+OUTRIDER_INLINE __m256i add_multiplied(__m256i sum, __m256i pairs, __m256i multipliers) {
+  return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, multipliers));
+}
+
+#endif
 
 template <bool Min>
 struct Int4 {
@@ -66,9 +64,11 @@ struct Int4 {
 #pragma GCC unroll 4
         for (int t = 0; t < T; ++t) {
           const __m256i q = splat4(x.q[t] + 16 * half + 4 * j);
-          const __m256i pa = _mm256_maddubs_epi16(a, q), pb = _mm256_maddubs_epi16(b, q);
-          sum[t][0] = j + half ? _mm256_add_epi16(sum[t][0], pa) : pa;
-          sum[t][1] = j + half ? _mm256_add_epi16(sum[t][1], pb) : pb;
+          if (j + half) {
+            sum[t][0] = add_products(sum[t][0], a, q), sum[t][1] = add_products(sum[t][1], b, q);
+          } else {
+            sum[t][0] = products(a, q), sum[t][1] = products(b, q);
+          }
           OUTRIDER_PIN(sum[t][0]);
           OUTRIDER_PIN(sum[t][1]);
         }
@@ -87,9 +87,8 @@ struct Int4 {
       }
 #pragma GCC unroll 4
       for (int t = 0; t < T; ++t) {
-        const __m256i wide = _mm256_madd_epi16(sum[t][h], splat4(x.multiplier[t]));
         float* a = acc + t * kTileRows + 8 * h;
-        const __m256 v = _mm256_fmadd_ps(_mm256_cvtepi32_ps(wide), scale, _mm256_load_ps(a));
+        const __m256 v = _mm256_fmadd_ps(multiplied(sum[t][h], x.multiplier[t]), scale, _mm256_load_ps(a));
         _mm256_store_ps(a, _mm256_fmadd_ps(_mm256_broadcast_ss(x.sum + t), minimum, v));
       }
     }
@@ -113,8 +112,8 @@ struct Int8 {
 #pragma GCC unroll 4
       for (int t = 0; t < T; ++t) {
         const __m256i q = splat4(x.q[t] + 4 * j), multiplier = splat4(x.multiplier[t] + 2 * j);
-        sum[t][0] = _mm256_add_epi32(sum[t][0], _mm256_madd_epi16(_mm256_maddubs_epi16(a, q), multiplier));
-        sum[t][1] = _mm256_add_epi32(sum[t][1], _mm256_madd_epi16(_mm256_maddubs_epi16(b, q), multiplier));
+        sum[t][0] = add_multiplied(sum[t][0], _mm256_maddubs_epi16(a, q), multiplier);
+        sum[t][1] = add_multiplied(sum[t][1], _mm256_maddubs_epi16(b, q), multiplier);
         OUTRIDER_PIN(sum[t][0]);
         OUTRIDER_PIN(sum[t][1]);
       }

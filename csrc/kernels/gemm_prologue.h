@@ -78,6 +78,26 @@ inline float quantise_q8(const float* x, int32_t* tops, int64_t blocks, Q8Block*
   return zero ? 0.0f : unit;
 }
 
+#if defined(OUTRIDER_ISA_neon)
+
+inline void put_pair(PairBlock& block, int lane, int i, int32_t q0, int32_t q1, int32_t multiplier) {
+  int8_t* low = reinterpret_cast<int8_t*>(block.multiplier[lane]);
+  for (int32_t value : {q0 * multiplier, q1 * multiplier}) {
+    low[i] = int8_t(value);
+    block.q[lane][i++] = int8_t((value + 128) >> 8);
+  }
+}
+
+#else
+
+inline void put_pair(PairBlock& block, int lane, int i, int32_t q0, int32_t q1, int32_t multiplier) {
+  block.q[lane][i] = int8_t(q0);
+  block.q[lane][i + 1] = int8_t(q1);
+  block.multiplier[lane][i / 2] = int16_t(multiplier);
+}
+
+#endif
+
 inline float quantise_pairs(const float* x, int32_t* tops, int64_t blocks, PairBlock* quad, int lane) {
   int32_t top = 0;
   for (int64_t b = 0; b < blocks; ++b) {
@@ -94,9 +114,7 @@ inline float quantise_pairs(const float* x, int32_t* tops, int64_t blocks, PairB
       const float larger = std::fabs(first) > std::fabs(second) ? std::fabs(first) : std::fabs(second);
       const float multiplier = clamped(std::ceil(larger * (1.0f / kPairLevels)), kPairMultiplierMax);
       const int32_t q0 = rounded(first / multiplier, kPairLevels), q1 = rounded(second / multiplier, kPairLevels);
-      quad[b].q[lane][i] = int8_t(q0);
-      quad[b].q[lane][i + 1] = int8_t(q1);
-      quad[b].multiplier[lane][i / 2] = int16_t(multiplier);
+      put_pair(quad[b], lane, i, q0, q1, int32_t(multiplier));
       sum += (q0 + q1) * int32_t(multiplier);
     }
     quad[b].offset[lane] = -128 * sum;
