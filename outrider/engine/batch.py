@@ -45,67 +45,71 @@ class Batch:
 def build_batch(plan: Plan, block_size: int) -> Batch:
     """The arrays of `plan`. Drafts must be chains.
 
-    Made of lists: most steps have few rows, and there an array's set-up costs more than the loop it saves.
+    Made of lists, and all integers travel into one array whose parts the batch shows: most steps have few
+    rows, and there an array's set-up costs more than the loop it saves.
     """
+    rows = plan.rows
     token_ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
     query_start_loc = [0]
     seq_lens: list[int] = []
-    tables = np.zeros((len(plan.rows), max(len(row.request.block_table) for row in plan.rows)), np.int32)
-    for i, row in enumerate(plan.rows):
-        table = row.request.block_table
+    logits_indices: list[int] = []
+    states: list[Any] = []
+    row_state: list[int] = []
+    draw_positions: list[int] = []
+    prefix_start = [0]
+    prefix_ids: list[int] = []
+    tables = np.zeros((len(rows), max([len(row.request.block_table) for row in rows])), np.int32)
+    for i, row in enumerate(rows):
+        request, draft_ids = row.request, row.drafts.token_ids
+        table = request.block_table
         end = row.start + row.num_tokens
-        token_ids += row.request.token_ids[row.start : end]
-        token_ids += row.drafts.token_ids
+        token_ids += request.token_ids[row.start : end]
+        token_ids += draft_ids
         positions += range(row.start, end)
         slots += [table[p // block_size] * block_size + p % block_size for p in range(row.start, end)]
         query_start_loc.append(len(token_ids))
         seq_lens.append(end)
         tables[i, : len(table)] = table
-    return Batch(
-        token_ids=np.array(token_ids, np.int32),
-        positions=np.array(positions, np.int32),
-        slot_mapping=np.array(slots, np.int32),
-        query_start_loc=np.array(query_start_loc, np.int32),
-        seq_lens=np.array(seq_lens, np.int32),
-        block_tables=tables,
-        logits_indices=_logits_indices(plan),
-        sampling=_sampling(plan),
-    )
-
-
-def _logits_indices(plan: Plan) -> Int32:
-    indices: list[int] = []
-    end = 0
-    for row in plan.rows:
-        end += row.num_tokens
         if row.has_logits:
-            indices += range(end - len(row.drafts) - 1, end)
-    return np.array(indices, np.int32)
-
-
-def _sampling(plan: Plan) -> SamplingBatch:
-    states: list[Any] = []
-    row_state: list[int] = []
-    positions: list[int] = []
-    prefix_start = [0]
-    prefix_ids: list[int] = []
-    for row in plan.rows:
-        if not row.has_logits:
-            continue
-        draft_ids = row.drafts.token_ids
-        num_tokens = row.request.num_tokens
-        for depth in range(len(draft_ids) + 1):
-            row_state.append(len(states))
-            positions.append(num_tokens + depth)
-            prefix_ids += draft_ids[:depth]
-            prefix_start.append(len(prefix_ids))
-        states.append(row.request.sampling_state)
-    return SamplingBatch(
-        states,
-        np.array(row_state, np.int32),
-        np.array(positions, np.int64),
-        np.array(prefix_start, np.int32),
-        np.array(prefix_ids, np.int32),
+            num_rows = len(draft_ids) + 1
+            logits_indices += range(len(token_ids) - num_rows, len(token_ids))
+            row_state += [len(states)] * num_rows
+            draw_positions += range(end - num_rows + 1, end + 1)
+            states.append(request.sampling_state)
+            for depth in range(num_rows):
+                prefix_ids += draft_ids[:depth]
+                prefix_start.append(len(prefix_ids))
+    parts = _as_arrays(
+        token_ids,
+        positions,
+        slots,
+        query_start_loc,
+        seq_lens,
+        logits_indices,
+        row_state,
+        prefix_start,
+        prefix_ids,
     )
+    return Batch(
+        token_ids=parts[0],
+        positions=parts[1],
+        slot_mapping=parts[2],
+        query_start_loc=parts[3],
+        seq_lens=parts[4],
+        block_tables=tables,
+        logits_indices=parts[5],
+        sampling=SamplingBatch(states, parts[6], np.array(draw_positions, np.int64), parts[7], parts[8]),
+    )
+
+
+def _as_arrays(*lists: list[int]) -> list[Int32]:
+    """Each list as an int32 array; all are parts of one."""
+    whole: list[int] = []
+    ends: list[int] = []
+    for part in lists:
+        whole += part
+        ends.append(len(whole))
+    array = np.array(whole, np.int32)
+    return [array[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]

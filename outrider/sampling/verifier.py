@@ -35,7 +35,8 @@ def verify(drafts: Drafts, sampled: Sequence[int]) -> Walk:
         raise ValueError(f"{len(drafts)} drafts need {len(drafts) + 1} sampled rows, got {len(sampled)}")
     token_ids, parents = drafts.token_ids, drafts.parents
     node, token = -1, sampled[0]
-    path, emitted = [], [token]
+    path: list[int] = []
+    emitted = [token]
     # Children come after their parent, so one pass over the nodes sees the whole path. Of two children
     # with the same token the first is taken.
     for i in range(len(token_ids)):
