@@ -1,3 +1,4 @@
+// Packed weights and the linear op in Python.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
