@@ -72,6 +72,8 @@ BAD_CHATS: list[tuple[str, Any, str | None, str]] = [
     ("logit_bias value", chat(logit_bias={"1": 101}), "logit_bias", "less than or equal to 100"),
     ("top_p zero", chat(top_p=0), "top_p", "greater than 0"),
     ("min_tokens", chat(min_tokens=9, max_tokens=8), "min_tokens", "at most max_tokens (8)"),
+    ("min_tokens beyond the engine", chat(min_tokens=2**31), "min_tokens", "less than 2147483648"),
+    ("top_k beyond the engine", chat(top_k=2**31), "top_k", "less than 2147483648"),
     ("top_logprobs alone", chat(top_logprobs=2), "top_logprobs", "needs logprobs"),
     ("many logprobs", chat(logprobs=True, top_logprobs=21), "top_logprobs", "at most 20"),
     ("stream options", chat(stream_options={}), "stream_options", "needs stream"),
