@@ -7,6 +7,7 @@ import math
 from outrider.request import AddRequest, SamplingParams
 
 _MAX_SEED = 2**64 - 1
+_MAX_COUNT = 2**31 - 1  # the native sampler counts in 32 bits
 
 
 def check_request(request: AddRequest, *, vocab_size: int, max_model_len: int) -> None:
@@ -33,7 +34,7 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
     if params.top_p == 0:
         raise ValueError("top_p must be above 0, got 0; use temperature 0 for greedy decoding")
     _in_range("min_p", params.min_p, 0, 1)
-    _in_range("top_k", params.top_k, 0, math.inf)
+    _in_range("top_k", params.top_k, 0, _MAX_COUNT)
     _in_range("presence_penalty", params.presence_penalty, -2, 2)
     _in_range("frequency_penalty", params.frequency_penalty, -2, 2)
     _in_range("repetition_penalty", params.repetition_penalty, 0, math.inf)
@@ -41,7 +42,7 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
         raise ValueError("repetition_penalty must be above 0, got 0; 1 switches it off")
     if params.max_tokens is not None:
         _in_range("max_tokens", params.max_tokens, 1, math.inf)
-    _in_range("min_tokens", params.min_tokens, 0, math.inf)
+    _in_range("min_tokens", params.min_tokens, 0, _MAX_COUNT)
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
         raise ValueError(
             f"min_tokens must be at most max_tokens ({params.max_tokens}), got {params.min_tokens}"
