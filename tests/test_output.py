@@ -178,10 +178,11 @@ def request(**changes: object) -> AddRequest:
     ("field", "value"),
     [
         ("temperature", -1), ("temperature", float("nan")), ("temperature", float("inf")), ("top_p", 0),
-        ("top_p", 1.1), ("min_p", -0.1), ("top_k", -1), ("top_k", 2**31), ("min_tokens", 2**31), ("presence_penalty", 3), ("frequency_penalty", -3),
+        ("top_p", 1.1), ("min_p", -0.1), ("top_k", -1), ("presence_penalty", 3), ("frequency_penalty", -3),
         ("repetition_penalty", 0), ("max_tokens", 0), ("max_tokens", -1), ("min_tokens", -1), ("seed", -1),
         ("seed", 2**64), ("logprobs", -1), ("stop", [""]), ("stop_token_ids", [4]), ("logit_bias", {4: 1.0}),
         ("logit_bias", {1: 1000.0}), ("bad_words", [[]]), ("bad_words", [[1, 9]]),
+        ("top_k", 2**31), ("min_tokens", 2**31),
     ],
 )  # fmt: skip
 def test_values_out_of_range_are_refused_by_name(field: str, value: object) -> None:
