@@ -43,8 +43,8 @@ int64_t checkpoint_bytes(const std::string& format, int64_t n, int64_t k) {
 PackedWeight pack_array(const std::string& format, Bytes data, int64_t n, int64_t k) {
   const int64_t needed = checkpoint_bytes(format, n, k);
   if (needed && int64_t(data.size()) != needed)
-    throw std::invalid_argument("a " + format + " weight of " + std::to_string(n) + " x " + std::to_string(k) + " has " +
-                                std::to_string(needed) + " bytes, got " + std::to_string(data.size()));
+    throw std::invalid_argument("a " + format + " weight of " + std::to_string(n) + " x " + std::to_string(k) +
+                                " has " + std::to_string(needed) + " bytes, got " + std::to_string(data.size()));
   nb::gil_scoped_release release;
   return pack(format, data.data(), n, k);
 }

@@ -14,9 +14,9 @@ OUTRIDER_DECLARE_KERNELS(GemmKernels, gemm_kernels)
 namespace {
 
 // Up to this many rows every thread prepares all rows for itself, which costs less than a barrier.
-constexpr int64_t kOwnRows = 2;
-// With few rows a run is a few microseconds of reading; with more, one tile is enough work.
-constexpr int64_t kFewRows = 4, kFewRowsRun = 2;
+constexpr int64_t kOwnRows = 4;
+// With few rows a run is up to so many tiles, microseconds of reading; with more, one tile is enough work.
+constexpr int64_t kFewRows = 4, kFewRowsRun = 4;
 // Prepared rows that stay in a core's L2 while tiles pass by.
 constexpr int64_t kRowBlockBytes = 256 * 1024;
 
@@ -69,8 +69,9 @@ struct Linear {
   void prepare(int64_t begin, int64_t end, const Prepared& to, float* staging) const {
     for (int64_t r = begin; r < end; ++r) {
       const int64_t source = args.row_index ? args.row_index[r] : r;
-      kernels.prologue(weight.kind, {args.x + source * args.x_stride, args.norm_weight, args.norm_eps, weight.k, staging,
-                                     to.quads + r / kQuad * quad_bytes, int(r % kQuad), to.units + r});
+      kernels.prologue(weight.kind,
+                       {args.x + source * args.x_stride, args.norm_weight, args.norm_eps, weight.k, staging,
+                        to.quads + r / kQuad * quad_bytes, int(r % kQuad), to.units + r});
     }
   }
 
@@ -112,7 +113,9 @@ void linear(Team& team, const LinearArgs& args, LinearScratch& scratch) {
   bool is_prepared = !few;
   const int64_t row_block = std::min(kRowBlockMax, std::max(kQuad, kRowBlockBytes / op.quad_bytes * kQuad));
   const int64_t tiles = op.weight.tiles, items = ceil_div(args.rows, row_block) * tiles;
-  team.for_each_share(items, args.rows <= kFewRows ? kFewRowsRun : 1, [&](int64_t begin, int64_t end, int64_t limit) {
+  const int64_t eighth = items / team.size() / 8;  // of a share
+  const int64_t run = args.rows <= kFewRows ? std::max<int64_t>(1, std::min(kFewRowsRun, eighth)) : 1;
+  team.for_each_share(items, run, [&](int64_t begin, int64_t end, int64_t limit) {
     // Here and not before: a thread that comes when the others are done with this op must not read x any more.
     if (!is_prepared) op.prepare(0, args.rows, prepared, staging);
     is_prepared = true;

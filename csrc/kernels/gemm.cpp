@@ -66,6 +66,15 @@ void run_rows(int64_t block_bytes, const uint8_t* w, const Fetch& memory, uint8_
   }
 }
 
+// Asks for the memory that a quad's results of a tile go to. Stores that miss hold up those that follow, and the
+// block kernels store all the time.
+constexpr int64_t kExpectedRows = 32;  // a small part of L1
+inline void expect_results(const TileRange& range, int64_t tile, int64_t row, int64_t rows) {
+  const int64_t width = range.weight->paired ? kTileRows / 2 : kTileRows;
+  const float* out = range.out + row * range.out_stride + tile * width;
+  for (int64_t r = 0; r < rows; ++r, out += range.out_stride) __builtin_prefetch(out, 1);
+}
+
 // All rows are in one quad.
 template <class K, int T>
 void few_rows(const TileRange& range) {
@@ -75,6 +84,7 @@ void few_rows(const TileRange& range) {
   const uint8_t* w = weight.data.get() + range.tile_begin * weight.tile_bytes();
   for (int64_t tile = range.tile_begin; tile < range.tile_end; ++tile, w += weight.tile_bytes()) {
     alignas(64) float acc[T * kTileRows] = {};
+    expect_results(range, tile, 0, T);
     run_blocks<K, T, Pass::only>(weight.block_bytes, w, memory, nullptr, x, weight.blocks, acc);
     finish(range, tile, 0, T, acc);
   }
@@ -92,9 +102,9 @@ void many_rows(const TileRange& range) {
   const uint8_t* w = weight.data.get() + range.tile_begin * weight.tile_bytes();
   for (int64_t tile = range.tile_begin; tile < range.tile_end; ++tile) {
     std::memset(acc, 0, size_t(range.rows * kTileRows) * sizeof(float));
+    if (range.rows <= kExpectedRows) expect_results(range, tile, 0, range.rows);
     for (int64_t begin = 0; begin < weight.blocks; begin += chunk) {
       const int64_t count = weight.blocks - begin < chunk ? weight.blocks - begin : chunk;
-      const uint8_t* end = w + count * weight.block_bytes;
       const auto* x = quads + begin;
       run_blocks<K, kQuad, Pass::first>(weight.block_bytes, w, memory, unpacked, x, count, acc);
       for (int64_t row = kQuad; row < range.rows; row += kQuad) {
@@ -105,7 +115,7 @@ void many_rows(const TileRange& range) {
         else
           run_rows<K, Pass::later>(weight.block_bytes, w, memory, unpacked, x, count, range.rows - row, sums);
       }
-      w = end;
+      w += count * weight.block_bytes;
     }
     finish(range, tile, 0, range.rows, acc);
   }

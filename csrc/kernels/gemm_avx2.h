@@ -43,7 +43,8 @@ struct Int4 {
   static constexpr int64_t unpacked_bytes = 512 + 64 + 64;  // 16 registers of weights, scales, minimums
 
   template <int T, Pass pass>
-  static OUTRIDER_INLINE void block(const uint8_t* w, const uint8_t* fetch, uint8_t* unpacked, const Block& x, float* acc) {
+  static OUTRIDER_INLINE void block(const uint8_t* w, const uint8_t* fetch, uint8_t* unpacked, const Block& x,
+                                    float* acc) {
     const __m256i mask = _mm256_set1_epi8(15);
     prefetch<pass, Min ? 320 : 288>(fetch);
     __m256i sum[T][2];
@@ -148,7 +149,8 @@ struct Float {
   static constexpr int64_t unpacked_bytes = kBlock * kTileRows * 4;
 
   template <int T, Pass pass>
-  static OUTRIDER_INLINE void block(const uint8_t* w, const uint8_t* fetch, uint8_t* unpacked, const Block& x, float* acc) {
+  static OUTRIDER_INLINE void block(const uint8_t* w, const uint8_t* fetch, uint8_t* unpacked, const Block& x,
+                                    float* acc) {
     prefetch<pass, Kind == WeightKind::f32 ? 2048 : 1024>(fetch);
     __m256 sum[T][2];
 #pragma GCC unroll 4

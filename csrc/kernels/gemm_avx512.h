@@ -53,7 +53,8 @@ struct Int4 {
   static constexpr int64_t unpacked_bytes = 512 + 64 + 64;  // 8 registers of weights, scales, minimums
 
   template <int T, Pass pass>
-  static OUTRIDER_INLINE void block(const uint8_t* w, const uint8_t* fetch, uint8_t* unpacked, const Block& x, float* acc) {
+  static OUTRIDER_INLINE void block(const uint8_t* w, const uint8_t* fetch, uint8_t* unpacked, const Block& x,
+                                    float* acc) {
     const __m512i mask = _mm512_set1_epi8(15);
     prefetch<pass, Min ? 320 : 288>(fetch);
     __m512i low[T], high[T];  // sums over the low and the high nibbles: two chains
@@ -89,7 +90,8 @@ struct Int4 {
 #pragma GCC unroll 4
     for (int t = 0; t < T; ++t) {
       float* a = acc + t * kTileRows;
-      const __m512 v = _mm512_fmadd_ps(multiplied(add_sums(low[t], high[t]), x.multiplier[t]), scale, _mm512_load_ps(a));
+      const __m512 sum = multiplied(add_sums(low[t], high[t]), x.multiplier[t]);
+      const __m512 v = _mm512_fmadd_ps(sum, scale, _mm512_load_ps(a));
       _mm512_store_ps(a, _mm512_fmadd_ps(_mm512_set1_ps(x.sum[t]), minimum, v));
     }
   }
@@ -143,7 +145,8 @@ struct Float {
   static constexpr int64_t unpacked_bytes = kBlock * kTileRows * 4;
 
   template <int T, Pass pass>
-  static OUTRIDER_INLINE void block(const uint8_t* w, const uint8_t* fetch, uint8_t* unpacked, const Block& x, float* acc) {
+  static OUTRIDER_INLINE void block(const uint8_t* w, const uint8_t* fetch, uint8_t* unpacked, const Block& x,
+                                    float* acc) {
     prefetch<pass, Kind == WeightKind::f32 ? 2048 : 1024>(fetch);
     __m512 sum[T];
 #pragma GCC unroll 4

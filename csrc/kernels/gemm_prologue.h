@@ -64,7 +64,8 @@ inline float quantise_q8(const float* x, int32_t* tops, int64_t blocks, Q8Block*
   const float row_top = from_bits(top), unit = row_top / (kQ8Levels * kMultiplierMax);
   const bool zero = row_top < kTinyRow;
   for (int64_t b = 0; b < blocks; ++b) {
-    const float multiplier = zero ? 1.0f : clamped(std::ceil(from_bits(tops[b]) * (kMultiplierMax / row_top)), kMultiplierMax);
+    const float exact = std::ceil(from_bits(tops[b]) * (kMultiplierMax / row_top));
+    const float multiplier = zero ? 1.0f : clamped(exact, kMultiplierMax);
     const float inverse = zero ? 0.0f : 1.0f / (unit * multiplier);
     int32_t sum = 0;
     for (int i = 0; i < kBlock; ++i) {

@@ -109,7 +109,8 @@ inline float quantise_pairs(const float* x, int32_t* tops, int64_t blocks, PairB
   for (int64_t b = 0; b < blocks; ++b) {
     __m256i q[4], multipliers[4], sum = _mm256_setzero_si256();
     for (int i = 0; i < 4; ++i) {
-      const __m256 v = _mm256_mul_ps(_mm256_loadu_ps(x + b * kBlock + 8 * i), inverse), size = _mm256_and_ps(v, magnitude);
+      const __m256 v = _mm256_mul_ps(_mm256_loadu_ps(x + b * kBlock + 8 * i), inverse);
+      const __m256 size = _mm256_and_ps(v, magnitude);
       const __m256 larger = _mm256_max_ps(size, _mm256_permute_ps(size, 0xb1));
       const __m256 multiplier = _mm256_min_ps(_mm256_max_ps(_mm256_ceil_ps(_mm256_mul_ps(larger, step)), one), most);
       q[i] = _mm256_cvtps_epi32(_mm256_div_ps(v, multiplier));
