@@ -17,7 +17,7 @@ from fastapi.responses import HTMLResponse, Response
 from outrider import __version__
 from outrider.config import Configuration
 from outrider.entrypoints.errors import ApiError, bad_request
-from outrider.entrypoints.generation import Engine, Gate, Generation
+from outrider.entrypoints.generation import ClientGoneError, Engine, Gate, Generation
 from outrider.entrypoints.http_edge import add_edge, json_response, read_body
 from outrider.entrypoints.metrics import CONTENT_TYPE, render
 from outrider.entrypoints.prepare import Prepared, Preparer
@@ -291,7 +291,10 @@ class EventStream(Response):
                 await send({"type": "http.response.start", "status": 200, "headers": self._stream_headers})
             await send({"type": "http.response.body", "body": event, "more_body": True})
 
-        await self._generation.stream(self._answer, receive, emit)
+        try:
+            await self._generation.stream(self._answer, receive, emit)
+        except ClientGoneError:
+            return  # nobody is left to be told
         await send({"type": "http.response.body", "body": b""})
 
 
