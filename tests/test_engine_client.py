@@ -83,7 +83,8 @@ def test_a_request_without_a_seed_reports_the_one_it_got() -> None:
             first = await collect(client, request("a", seed=None))
             seed = first[-1].seed
             again = await collect(client, request("b", seed=seed))
-            assert [o.token_ids for o in again] == [o.token_ids for o in first]
+            # How tokens are grouped into outputs depends on timing; the tokens themselves do not.
+            assert [t for o in again for t in o.token_ids] == [t for o in first for t in o.token_ids]
 
     run(check)
 
