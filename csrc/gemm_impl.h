@@ -34,6 +34,7 @@ constexpr int64_t kQuad = 4;
 struct Q8Block {
   int8_t q[kQuad][kBlock];        // -127..127
   int16_t multiplier[kQuad][2];   // 1..32767, twice
+  float factor[kQuad];            // the multiplier as a float
   float sum[kQuad];               // multiplier * sum of q
 };
 
@@ -138,7 +139,7 @@ constexpr int64_t kRowBlockMax = 512;     // rows of a TileRange at most
 constexpr int64_t kUnpackBytes = 20480;  // of a tile's blocks, unpacked for reuse by many rows: part of L1
 constexpr int64_t kTileScratch = kRowBlockMax * kTileRows * int64_t(sizeof(float)) + kUnpackBytes;
 
-// A tile is gone through once for each quad of rows. The first pass of several leaves the weights unpacked in scratch
+// A tile is gone through once for each quad of rows, or for two quads at once. The first pass of several leaves the weights unpacked in scratch
 // for the others; fetching the weights that come next is divided between the first two.
 enum class Pass { only, first, second, later };
 

@@ -41,29 +41,32 @@ struct Fetch {
   const uint8_t* from(const uint8_t* w) const { return w + ahead < limit ? w + ahead : next + (w + ahead - limit); }
 };
 
-// Adds `count` blocks of a tile times one quad of T rows to acc. Not inlined, so that the registers are its own; and
-// the compiler must not keep sums in a stack slot beside acc.
+// Adds `count` blocks of a tile times T rows, those of one quad or of two in succession, to acc. Not inlined, so that
+// the registers are its own; and the compiler must not keep sums in a stack slot beside acc.
 template <class K, int T, Pass pass>
-__attribute__((noinline)) void run_blocks(int64_t block_bytes, const uint8_t* w, const Fetch& memory, uint8_t* unpacked,
-                                          const typename K::Block* x, int64_t count, float* acc) {
+__attribute__((noinline)) void run_blocks(const PackedWeight::Impl& weight, const uint8_t* w, const Fetch& memory,
+                                          uint8_t* unpacked, const typename K::Block* x, int64_t count, float* acc) {
+  const int64_t block_bytes = weight.block_bytes, second = weight.blocks;
   const uint8_t* fetch = memory.from(w);
   for (const auto* const end = x + count; x != end; ++x, w += block_bytes, unpacked += K::unpacked_bytes) {
-    K::template block<T, pass>(w, fetch, unpacked, *x, acc);
+    if constexpr (kWide > kQuad)
+      K::template block<T, pass>(w, fetch, unpacked, *x, x[T > kQuad ? second : 0], acc);
+    else
+      K::template block<T, pass>(w, fetch, unpacked, *x, acc);
     fetch += block_bytes;
     if (pass != Pass::later && fetch == memory.limit) fetch = memory.next;
     asm volatile("" ::: "memory");
   }
 }
 
-template <class K, Pass pass>
-void run_rows(int64_t block_bytes, const uint8_t* w, const Fetch& memory, uint8_t* unpacked, const typename K::Block* x,
-              int64_t count, int64_t rows, float* acc) {
-  switch (rows) {
-    case 1: return run_blocks<K, 1, pass>(block_bytes, w, memory, unpacked, x, count, acc);
-    case 2: return run_blocks<K, 2, pass>(block_bytes, w, memory, unpacked, x, count, acc);
-    case 3: return run_blocks<K, 3, pass>(block_bytes, w, memory, unpacked, x, count, acc);
-    default: return run_blocks<K, 4, pass>(block_bytes, w, memory, unpacked, x, count, acc);
+// The same for 1..kWide rows.
+template <class K, Pass pass, int T = kWide>
+void run_rows(const PackedWeight::Impl& weight, const uint8_t* w, const Fetch& memory, uint8_t* unpacked,
+              const typename K::Block* x, int64_t count, int64_t rows, float* acc) {
+  if constexpr (T > 1) {
+    if (rows < T) return run_rows<K, pass, T - 1>(weight, w, memory, unpacked, x, count, rows, acc);
   }
+  run_blocks<K, T, pass>(weight, w, memory, unpacked, x, count, acc);
 }
 
 // Asks for the memory that a quad's results of a tile go to. Stores that miss hold up those that follow, and the
@@ -75,22 +78,23 @@ inline void expect_results(const TileRange& range, int64_t tile, int64_t row, in
   for (int64_t r = 0; r < rows; ++r, out += range.out_stride) __builtin_prefetch(out, 1);
 }
 
-// All rows are in one quad.
-template <class K, int T>
+// All rows are in one pass.
+template <class K>
 void few_rows(const TileRange& range) {
   const PackedWeight::Impl& weight = *range.weight;
   const auto* x = static_cast<const typename K::Block*>(range.quads);
   const Fetch memory(range);
   const uint8_t* w = weight.data.get() + range.tile_begin * weight.tile_bytes();
   for (int64_t tile = range.tile_begin; tile < range.tile_end; ++tile, w += weight.tile_bytes()) {
-    alignas(64) float acc[T * kTileRows] = {};
-    expect_results(range, tile, 0, T);
-    run_blocks<K, T, Pass::only>(weight.block_bytes, w, memory, nullptr, x, weight.blocks, acc);
-    finish(range, tile, 0, T, acc);
+    alignas(64) float acc[kWide * kTileRows];
+    std::memset(acc, 0, size_t(range.rows * kTileRows) * sizeof(float));
+    expect_results(range, tile, 0, range.rows);
+    run_rows<K, Pass::only>(weight, w, memory, nullptr, x, weight.blocks, range.rows, acc);
+    finish(range, tile, 0, range.rows, acc);
   }
 }
 
-// The first quad unpacks a tile, chunk by chunk, the others reuse that.
+// The first pass unpacks a tile, chunk by chunk, the others reuse that.
 template <class K>
 void many_rows(const TileRange& range) {
   const PackedWeight::Impl& weight = *range.weight;
@@ -106,14 +110,14 @@ void many_rows(const TileRange& range) {
     for (int64_t begin = 0; begin < weight.blocks; begin += chunk) {
       const int64_t count = weight.blocks - begin < chunk ? weight.blocks - begin : chunk;
       const auto* x = quads + begin;
-      run_blocks<K, kQuad, Pass::first>(weight.block_bytes, w, memory, unpacked, x, count, acc);
-      for (int64_t row = kQuad; row < range.rows; row += kQuad) {
-        x += weight.blocks;
+      run_blocks<K, kWide, Pass::first>(weight, w, memory, unpacked, x, count, acc);
+      for (int64_t row = kWide; row < range.rows; row += kWide) {
+        x += kWide / kQuad * weight.blocks;
         float* sums = acc + row * kTileRows;
-        if (row == kQuad)
-          run_rows<K, Pass::second>(weight.block_bytes, w, memory, unpacked, x, count, range.rows - row, sums);
+        if (row == kWide)
+          run_rows<K, Pass::second>(weight, w, memory, unpacked, x, count, range.rows - row, sums);
         else
-          run_rows<K, Pass::later>(weight.block_bytes, w, memory, unpacked, x, count, range.rows - row, sums);
+          run_rows<K, Pass::later>(weight, w, memory, unpacked, x, count, range.rows - row, sums);
       }
       w += count * weight.block_bytes;
     }
@@ -123,13 +127,7 @@ void many_rows(const TileRange& range) {
 
 template <class K>
 void tiles_of(const TileRange& range) {
-  switch (range.rows) {
-    case 1: return few_rows<K, 1>(range);
-    case 2: return few_rows<K, 2>(range);
-    case 3: return few_rows<K, 3>(range);
-    case 4: return few_rows<K, 4>(range);
-    default: return many_rows<K>(range);
-  }
+  return range.rows <= kWide ? few_rows<K>(range) : many_rows<K>(range);
 }
 
 void tiles(const TileRange& range) {

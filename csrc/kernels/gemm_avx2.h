@@ -13,8 +13,8 @@ namespace gemm {
 OUTRIDER_INLINE __m256i add_products(__m256i sum, __m256i w, __m256i q) { return _mm256_dpbusd_avx_epi32(sum, w, q); }
 OUTRIDER_INLINE __m256i products(__m256i w, __m256i q) { return add_products(_mm256_setzero_si256(), w, q); }
 // The sum of a block times its multiplier, rounded once: both are exact in fp32.
-OUTRIDER_INLINE __m256 multiplied(__m256i sum, const int16_t* multiplier) {
-  return _mm256_mul_ps(_mm256_cvtepi32_ps(sum), _mm256_set1_ps(float(*multiplier)));
+OUTRIDER_INLINE __m256 multiplied(__m256i sum, const Q8Block& x, int t) {
+  return _mm256_mul_ps(_mm256_cvtepi32_ps(sum), _mm256_broadcast_ss(x.factor + t));
 }
 // Pairs of 16-bit sums times their multipliers.
 OUTRIDER_INLINE __m256i add_multiplied(__m256i sum, __m256i pairs, __m256i multipliers) {
@@ -28,14 +28,16 @@ OUTRIDER_INLINE __m256i products(__m256i w, __m256i q) { return _mm256_maddubs_e
 OUTRIDER_INLINE __m256i add_products(__m256i sum, __m256i w, __m256i q) {
   return _mm256_add_epi16(sum, products(w, q));
 }
-OUTRIDER_INLINE __m256 multiplied(__m256i sum, const int16_t* multiplier) {
-  return _mm256_cvtepi32_ps(_mm256_madd_epi16(sum, splat4(multiplier)));
+OUTRIDER_INLINE __m256 multiplied(__m256i sum, const Q8Block& x, int t) {
+  return _mm256_cvtepi32_ps(_mm256_madd_epi16(sum, splat4(x.multiplier[t])));
 }
 OUTRIDER_INLINE __m256i add_multiplied(__m256i sum, __m256i pairs, __m256i multipliers) {
   return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, multipliers));
 }
 
 #endif
+
+constexpr int kWide = kQuad;  // rows that a pass takes at most: their sums fill the registers
 
 template <bool Min>
 struct Int4 {
@@ -89,7 +91,7 @@ struct Int4 {
 #pragma GCC unroll 4
       for (int t = 0; t < T; ++t) {
         float* a = acc + t * kTileRows + 8 * h;
-        const __m256 v = _mm256_fmadd_ps(multiplied(sum[t][h], x.multiplier[t]), scale, _mm256_load_ps(a));
+        const __m256 v = _mm256_fmadd_ps(multiplied(sum[t][h], x, t), scale, _mm256_load_ps(a));
         _mm256_store_ps(a, _mm256_fmadd_ps(_mm256_broadcast_ss(x.sum + t), minimum, v));
       }
     }

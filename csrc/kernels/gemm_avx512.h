@@ -23,8 +23,8 @@ OUTRIDER_INLINE __m512i splat4_wide(const void* p) {
 OUTRIDER_INLINE __m512i add_products(__m512i sum, __m512i w, __m512i q) { return _mm512_dpbusd_epi32(sum, w, q); }
 OUTRIDER_INLINE __m512i add_sums(__m512i a, __m512i b) { return _mm512_add_epi32(a, b); }
 // The sum of a block times its multiplier, rounded once: both are exact in fp32.
-OUTRIDER_INLINE __m512 multiplied(__m512i sum, const int16_t* multiplier) {
-  return _mm512_mul_ps(_mm512_cvtepi32_ps(sum), _mm512_set1_ps(float(*multiplier)));
+OUTRIDER_INLINE __m512 multiplied(__m512i sum, const Q8Block& x, int t) {
+  return _mm512_mul_ps(_mm512_cvtepi32_ps(sum), _mm512_set1_ps(x.factor[t]));
 }
 // Pairs of 16-bit sums times their multipliers.
 OUTRIDER_INLINE __m512i add_multiplied(__m512i sum, __m512i pairs, __m512i multipliers) {
@@ -38,14 +38,22 @@ OUTRIDER_INLINE __m512i add_products(__m512i sum, __m512i w, __m512i q) {
   return _mm512_add_epi16(sum, _mm512_maddubs_epi16(w, q));
 }
 OUTRIDER_INLINE __m512i add_sums(__m512i a, __m512i b) { return _mm512_add_epi16(a, b); }
-OUTRIDER_INLINE __m512 multiplied(__m512i sum, const int16_t* multiplier) {
-  return _mm512_cvtepi32_ps(_mm512_madd_epi16(sum, splat4_wide(multiplier)));
+OUTRIDER_INLINE __m512 multiplied(__m512i sum, const Q8Block& x, int t) {
+  return _mm512_cvtepi32_ps(_mm512_madd_epi16(sum, splat4_wide(x.multiplier[t])));
 }
 OUTRIDER_INLINE __m512i add_multiplied(__m512i sum, __m512i pairs, __m512i multipliers) {
   return _mm512_add_epi32(sum, _mm512_madd_epi16(pairs, multipliers));
 }
 
 #endif
+
+constexpr int kWide = 2 * kQuad;  // rows that a pass takes at most
+
+// Row t of a pass: in the first or in the second quad.
+template <class Block>
+OUTRIDER_INLINE const Block& quad_of(int t, const Block& x, const Block& y) {
+  return t < kQuad ? x : y;
+}
 
 template <bool Min>
 struct Int4 {
@@ -54,11 +62,13 @@ struct Int4 {
 
   template <int T, Pass pass>
   static OUTRIDER_INLINE void block(const uint8_t* w, const uint8_t* fetch, uint8_t* unpacked, const Block& x,
-                                    float* acc) {
+                                    const Block& y, float* acc) {
     const __m512i mask = _mm512_set1_epi8(15);
     prefetch<pass, Min ? 320 : 288>(fetch);
-    __m512i low[T], high[T];  // sums over the low and the high nibbles: two chains
-#pragma GCC unroll 4
+    // With few rows two chains each, over the low and the high nibbles; with many the rows are chains enough.
+    constexpr bool two = T < kQuad;
+    __m512i low[T], high[T];
+#pragma GCC unroll 8
     for (int t = 0; t < T; ++t) low[t] = high[t] = _mm512_setzero_si512();
 #pragma GCC unroll 4
     for (int j = 0; j < 4; ++j) {
@@ -73,10 +83,11 @@ struct Int4 {
           _mm512_store_si512(unpacked + 128 * j + 64, b);
         }
       }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int t = 0; t < T; ++t) {
-        low[t] = add_products(low[t], a, splat4_wide(x.q[t] + 4 * j));
-        high[t] = add_products(high[t], b, splat4_wide(x.q[t] + 16 + 4 * j));
+        const int8_t* q = quad_of(t, x, y).q[t % kQuad] + 4 * j;
+        low[t] = add_products(low[t], a, splat4_wide(q));
+        (two ? high[t] : low[t]) = add_products(two ? high[t] : low[t], b, splat4_wide(q + 16));
       }
     }
     __m512 scale, minimum;
@@ -87,12 +98,13 @@ struct Int4 {
       minimum = Min ? load_half16(w + 288) : _mm512_mul_ps(scale, _mm512_set1_ps(-8.0f));
       if (pass == Pass::first) _mm512_store_ps(unpacked + 512, scale), _mm512_store_ps(unpacked + 576, minimum);
     }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int t = 0; t < T; ++t) {
       float* a = acc + t * kTileRows;
-      const __m512 sum = multiplied(add_sums(low[t], high[t]), x.multiplier[t]);
+      const Block& quad = quad_of(t, x, y);
+      const __m512 sum = multiplied(two ? add_sums(low[t], high[t]) : low[t], quad, t % kQuad);
       const __m512 v = _mm512_fmadd_ps(sum, scale, _mm512_load_ps(a));
-      _mm512_store_ps(a, _mm512_fmadd_ps(_mm512_set1_ps(x.sum[t]), minimum, v));
+      _mm512_store_ps(a, _mm512_fmadd_ps(_mm512_set1_ps(quad.sum[t % kQuad]), minimum, v));
     }
   }
 };
@@ -103,29 +115,35 @@ struct Int8 {
   static constexpr int64_t unpacked_bytes = 0;
 
   template <int T, Pass pass>
-  static OUTRIDER_INLINE void block(const uint8_t* w, const uint8_t* fetch, uint8_t*, const Block& x, float* acc) {
+  static OUTRIDER_INLINE void block(const uint8_t* w, const uint8_t* fetch, uint8_t*, const Block& x, const Block& y,
+                                    float* acc) {
     prefetch<pass, Min ? 576 : 544>(fetch);
-    __m512i even[T], odd[T];  // two chains
-#pragma GCC unroll 4
-    for (int t = 0; t < T; ++t) even[t] = _mm512_set1_epi32(x.offset[t]), odd[t] = _mm512_setzero_si512();
+    constexpr bool two = T < kQuad;  // chains a row
+    __m512i even[T], odd[T];
+#pragma GCC unroll 8
+    for (int t = 0; t < T; ++t) {
+      even[t] = _mm512_set1_epi32(quad_of(t, x, y).offset[t % kQuad]);
+      odd[t] = _mm512_setzero_si512();
+    }
 #pragma GCC unroll 4
     for (int j = 0; j < 8; j += 2) {
       const __m512i a = load_tile(w + 64 * j), b = load_tile(w + 64 * j + 64);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int t = 0; t < T; ++t) {
-        even[t] = add_multiplied(even[t], _mm512_maddubs_epi16(a, splat4_wide(x.q[t] + 4 * j)),
-                                 splat4_wide(x.multiplier[t] + 2 * j));
-        odd[t] = add_multiplied(odd[t], _mm512_maddubs_epi16(b, splat4_wide(x.q[t] + 4 * j + 4)),
-                                splat4_wide(x.multiplier[t] + 2 * j + 2));
+        const int8_t* q = quad_of(t, x, y).q[t % kQuad] + 4 * j;
+        const int16_t* multiplier = quad_of(t, x, y).multiplier[t % kQuad] + 2 * j;
+        even[t] = add_multiplied(even[t], _mm512_maddubs_epi16(a, splat4_wide(q)), splat4_wide(multiplier));
+        (two ? odd[t] : even[t]) = add_multiplied(two ? odd[t] : even[t], _mm512_maddubs_epi16(b, splat4_wide(q + 4)),
+                                                  splat4_wide(multiplier + 2));
       }
     }
     const __m512 scale = load_half16(w + 512);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int t = 0; t < T; ++t) {
       float* a = acc + t * kTileRows;
-      const __m512 sum = _mm512_cvtepi32_ps(_mm512_add_epi32(even[t], odd[t]));
+      const __m512 sum = _mm512_cvtepi32_ps(two ? _mm512_add_epi32(even[t], odd[t]) : even[t]);
       __m512 v = _mm512_fmadd_ps(sum, scale, _mm512_load_ps(a));
-      if (Min) v = _mm512_fmadd_ps(_mm512_set1_ps(x.sum[t]), load_half16(w + 544), v);
+      if (Min) v = _mm512_fmadd_ps(_mm512_set1_ps(quad_of(t, x, y).sum[t % kQuad]), load_half16(w + 544), v);
       _mm512_store_ps(a, v);
     }
   }
@@ -146,10 +164,10 @@ struct Float {
 
   template <int T, Pass pass>
   static OUTRIDER_INLINE void block(const uint8_t* w, const uint8_t* fetch, uint8_t* unpacked, const Block& x,
-                                    float* acc) {
+                                    const Block& y, float* acc) {
     prefetch<pass, Kind == WeightKind::f32 ? 2048 : 1024>(fetch);
     __m512 sum[T];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int t = 0; t < T; ++t) sum[t] = _mm512_load_ps(acc + t * kTileRows);
     for (int i = 0; i < kBlock; ++i) {
       __m512 a;
@@ -159,10 +177,11 @@ struct Float {
         a = load_weights<Kind>(w, i * kTileRows);
         if (pass == Pass::first) _mm512_store_ps(unpacked + 64 * i, a);
       }
-#pragma GCC unroll 4
-      for (int t = 0; t < T; ++t) sum[t] = _mm512_fmadd_ps(a, _mm512_set1_ps(x.x[i][t]), sum[t]);
+#pragma GCC unroll 8
+      for (int t = 0; t < T; ++t)
+        sum[t] = _mm512_fmadd_ps(a, _mm512_set1_ps(quad_of(t, x, y).x[i][t % kQuad]), sum[t]);
     }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int t = 0; t < T; ++t) _mm512_store_ps(acc + t * kTileRows, sum[t]);
   }
 };

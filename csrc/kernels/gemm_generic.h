@@ -8,6 +8,7 @@ namespace outrider {
 namespace OUTRIDER_ISA {
 namespace gemm {
 
+constexpr int kWide = kQuad;
 constexpr int64_t kAhead = 0;  // nothing is fetched early
 
 inline float load_half(const uint8_t* p) {

@@ -12,6 +12,7 @@ namespace gemm {
 
 #define OUTRIDER_INLINE inline __attribute__((always_inline))
 
+constexpr int kWide = kQuad;
 constexpr int64_t kAhead = 2048;
 template <Pass pass, int Bytes>
 OUTRIDER_INLINE void prefetch(const uint8_t* p) {

@@ -74,6 +74,7 @@ inline float quantise_q8(const float* x, int32_t* tops, int64_t blocks, Q8Block*
       sum += q;
     }
     quad[b].multiplier[lane][0] = quad[b].multiplier[lane][1] = int16_t(multiplier);
+    quad[b].factor[lane] = multiplier;
     quad[b].sum[lane] = float(sum * int32_t(multiplier));
   }
   return zero ? 0.0f : unit;

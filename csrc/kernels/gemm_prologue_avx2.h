@@ -61,7 +61,7 @@ inline float quantise_q8(const float* x, int32_t* tops, int64_t blocks, Q8Block*
   const __m256 relative = _mm256_set1_ps(kMultiplierMax / row_top), one = _mm256_set1_ps(1.0f);
   const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
   for (int64_t b = 0; b < blocks; b += 8) {
-    alignas(32) float inverses[8], sums[8];
+    alignas(32) float inverses[8], factors[8], sums[8];
     alignas(32) int32_t multipliers[8];
     __m256 multiplier = _mm256_ceil_ps(_mm256_mul_ps(_mm256_loadu_ps(reinterpret_cast<float*>(tops + b)), relative));
     // max gives its second operand when the first is NaN
@@ -71,6 +71,7 @@ inline float quantise_q8(const float* x, int32_t* tops, int64_t blocks, Q8Block*
     if (zero) inverse = _mm256_setzero_ps();
     const __m256i integers = _mm256_cvtps_epi32(multiplier);
     _mm256_store_ps(inverses, inverse);
+    _mm256_store_ps(factors, multiplier);
     _mm256_store_si256(reinterpret_cast<__m256i*>(multipliers), _mm256_mullo_epi32(integers, _mm256_set1_epi32(65537)));
     const int count = blocks - b < 8 ? int(blocks - b) : 8;
     __m256i sum[8];
@@ -87,6 +88,7 @@ inline float quantise_q8(const float* x, int32_t* tops, int64_t blocks, Q8Block*
     _mm256_store_ps(sums, _mm256_cvtepi32_ps(_mm256_mullo_epi32(across(sum, add32), integers)));
     for (int g = 0; g < count; ++g) {
       std::memcpy(quad[b + g].multiplier[lane], multipliers + g, 4);
+      quad[b + g].factor[lane] = factors[g];
       quad[b + g].sum[lane] = sums[g];
     }
   }
