@@ -71,15 +71,17 @@ def _shared() -> None:
 SHARED: dict[str, Any] = {}
 
 
-def test_hidden_rows_come_before_or_after_the_final_norm() -> None:
+@pytest.mark.parametrize("fusion", [False, True])
+def test_hidden_states_of_all_rows_come_before_or_after_the_final_norm(fusion: bool) -> None:
     config = CONFIGS["llama"]
     plain = outputs(compile_model(config))
     norm = random_tensors(config)["norm"].to_float32()
     runs = {}
     for hidden in ("pre_norm", "post_norm"):
-        executable = compile_model(config, hidden=hidden)
+        executable = compile_model(config, hidden=hidden, fusion=fusion)
         assert outputs(executable) == plain
         runs[hidden] = [executable.run(batch).hidden.copy() for batch in TRAFFIC]
+        assert [len(rows) for rows in runs[hidden]] == [len(batch.token_ids) for batch in TRAFFIC]
     for before, after in zip(runs["pre_norm"], runs["post_norm"], strict=True):
         x = before.astype(np.float64)
         expected = x / np.sqrt((x**2).mean(1, keepdims=True) + config.rms_eps) * norm

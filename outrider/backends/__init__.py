@@ -52,10 +52,10 @@ class StepBatch(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ModelOutput:
-    """What a step computed, one row for each of `logits_indices`. Valid until the next step."""
+    """What a step computed. Valid until the next step."""
 
-    logits: NDArray[np.float32]  # [num_logits, vocab]
-    hidden: NDArray[np.float32] | None = None  # [num_logits, hidden], if the executable was compiled for it
+    logits: NDArray[np.float32]  # [num_logits, vocab], a row for each of `logits_indices`
+    hidden: NDArray[np.float32] | None = None  # [num_tokens, hidden], if the executable was compiled for it
 
 
 class Executable(Protocol):
@@ -88,7 +88,7 @@ class Backend(Protocol):
     ) -> Executable:
         """The model as something that runs steps of at most `max_rows` tokens and `max_logits_rows`
         rows of logits. Positions are below `max_model_len` (None: what the config allows). `hidden`
-        asks for the gathered rows before ("pre_norm") or after ("post_norm") the final norm."""
+        asks for the hidden states of all rows, before ("pre_norm") or after ("post_norm") the final norm."""
 
 
 def make_backend(name: str, *, num_threads: int | None = None, **options: Any) -> Backend:

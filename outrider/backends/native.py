@@ -251,5 +251,6 @@ class NativeExecutable:
             batch.block_tables,
             batch.logits_indices,
         )
-        rows = len(batch.logits_indices)
-        return ModelOutput(*(output[:rows] for output in self._outputs))
+        logits = self._outputs[0][: len(batch.logits_indices)]
+        hidden = self._outputs[1][: len(batch.token_ids)] if len(self._outputs) > 1 else None
+        return ModelOutput(logits, hidden)

@@ -151,17 +151,28 @@ class RecordingOps:
 
 
 def hidden_view(graph: Graph, logits: View, hidden: str) -> View:
-    """The rows that the head reads ("post_norm"), or those that its norm reads ("pre_norm")."""
+    """The hidden states of all rows of the step: what the head reads once its rows are gathered ("post_norm"), or
+    what the norm before the head reads ("pre_norm"), which costs nothing."""
     producers = graph.producers()
     head = producers[logits.value]
     if head.op != "linear":
         raise ValueError(f"hidden={hidden!r} needs a model that ends in a linear, not in {head.op}")
-    rows = head.inputs[0]
-    if hidden == "post_norm":
-        return rows
-    if hidden != "pre_norm":
+    if hidden not in ("pre_norm", "post_norm"):
         raise ValueError(f"hidden must be pre_norm or post_norm, got {hidden!r}")
-    norm = producers[rows.value]
+    norm = producers[_ungathered(producers, head.inputs[0]).value]
     if norm.op not in ("rms_norm", "layer_norm"):
-        raise ValueError(f"hidden='pre_norm' needs a norm before the head, not {norm.op}")
-    return norm.inputs[0]
+        raise ValueError(f"hidden={hidden!r} needs a norm before the head, not {norm.op}")
+    rows = _ungathered(producers, norm.inputs[0])
+    if hidden == "pre_norm":
+        return rows
+    if not norm.out.gathered:
+        return View(norm.out, 0, norm.out.width)
+    node = Node(norm.op, Value(norm.out.width), [rows], dict(norm.params))
+    graph.nodes.append(node)
+    return View(node.out, 0, node.out.width)
+
+
+def _ungathered(producers: Mapping[Value, Node], view: View) -> View:
+    """`view`, or what it was gathered from."""
+    node = producers[view.value]
+    return node.inputs[0] if node.op == "gather_rows" else view

@@ -7,7 +7,7 @@ are held against. It keeps its own paged cache and runs the very same batches as
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -177,17 +177,21 @@ class TorchOps:
         self._batch = batch
         self._cache = cache
         self._dtype = dtype
-        self._norm: tuple[TorchTensor, TorchTensor] | None = None  # the last norm's input and output
+        # The last of each: what it read, what it gave, and how to do it again to other rows.
+        self._norm: tuple[TorchTensor, TorchTensor, Callable[[TorchTensor], TorchTensor]] | None = None
+        self._gather: tuple[TorchTensor, TorchTensor] | None = None
         self._linear_input: TorchTensor | None = None
 
     def hidden(self, which: str) -> TorchTensor:
-        """What the last linear read, or what the norm before it read."""
+        """All rows before or after the norm that the last linear read, gathered or not."""
         assert self._linear_input is not None
-        if which == "post_norm":
-            return self._linear_input
-        if self._norm is None or self._norm[1] is not self._linear_input:
-            raise ValueError("hidden='pre_norm' needs a norm before the head")
-        return self._norm[0]
+        if self._norm is None or self._norm[1] is not self._ungathered(self._linear_input):
+            raise ValueError(f"hidden={which!r} needs a norm before the head")
+        rows = self._ungathered(self._norm[0])
+        return rows if which == "pre_norm" else self._norm[2](rows)
+
+    def _ungathered(self, x: TorchTensor) -> TorchTensor:
+        return self._gather[0] if self._gather is not None and self._gather[1] is x else x
 
     def embedding(self, weight: TorchTensor) -> TorchTensor:
         ids = self._indices(self._batch.token_ids, weight.device)
@@ -200,17 +204,23 @@ class TorchOps:
         return F.linear(x, weight, bias)
 
     def rms_norm(self, x: TorchTensor, weight: TorchTensor, eps: float, num_heads: int = 1) -> TorchTensor:
-        heads = x.unflatten(-1, (num_heads, -1))
-        scale = torch.rsqrt(heads.square().mean(-1, keepdim=True) + eps)
-        out = (heads * scale * weight).flatten(-2)
-        self._norm = (x, out)
+        def norm(x: TorchTensor) -> TorchTensor:
+            heads = x.unflatten(-1, (num_heads, -1))
+            scale = torch.rsqrt(heads.square().mean(-1, keepdim=True) + eps)
+            return (heads * scale * weight).flatten(-2)
+
+        out = norm(x)
+        self._norm = (x, out, norm)
         return out
 
     def layer_norm(
         self, x: TorchTensor, weight: TorchTensor, bias: TorchTensor | None, eps: float
     ) -> TorchTensor:
-        out = F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
-        self._norm = (x, out)
+        def norm(x: TorchTensor) -> TorchTensor:
+            return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
+
+        out = norm(x)
+        self._norm = (x, out, norm)
         return out
 
     def rope(self, x: TorchTensor, spec: RopeSpec, num_heads: int) -> TorchTensor:
@@ -302,7 +312,9 @@ class TorchOps:
         return list(x.split(list(widths), -1))
 
     def gather_rows(self, x: TorchTensor) -> TorchTensor:
-        return x[self._indices(self._batch.logits_indices, x.device)]
+        out = x[self._indices(self._batch.logits_indices, x.device)]
+        self._gather = (x, out)
+        return out
 
     @staticmethod
     def _indices(values: np.ndarray, device: torch.device) -> TorchTensor:

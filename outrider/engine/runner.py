@@ -17,7 +17,7 @@ class ModelOutput(Protocol):
     @property
     def logits(self) -> NDArray[np.float32]: ...  # [num_logits, vocab], valid until the next run
     @property
-    def hidden(self) -> NDArray[np.float32] | None: ...  # [num_logits, hidden] if the executable keeps it
+    def hidden(self) -> NDArray[np.float32] | None: ...  # [num_tokens, hidden] if the executable keeps it
 
 
 class Executable(Protocol):
