@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.spec_decode.calibration import ROWS, Calibration, load_or_measure, measure
-from outrider.spec_decode.controller import Controller, StepCost
+from outrider.spec_decode.controller import Controller
+from outrider.spec_decode.cost import StepCost
 from outrider.spec_decode.proposer import NO_DRAFTS, Drafts
 
 EXAMPLES = settings(max_examples=100, deadline=None)
@@ -186,7 +187,9 @@ def test_decisions_can_be_looked_at() -> None:
         decider.admit([chain(0.5)], 1)
     stats = decider.stats()
     assert len(stats["decisions"]) == Controller.NUM_REMEMBERED
-    assert stats["decisions"][-1] == {"requests": 1, "proposed": 1, "admitted": 1, "expected_gain": 1.5}
+    assert stats["decisions"][-1] == {
+        "requests": 1, "model_steps": 0, "proposed": 1, "admitted": 1, "expected_gain": 1.5
+    }  # fmt: skip
     json.dumps(stats)
 
 

@@ -1,31 +1,54 @@
 """The engine's side of a proposer: limits in, checked drafts out.
 
-A proposer may be wrong about everything. Whatever it does (raise, return too much, return nonsense), no
-token changes and no request ends: its drafts are dropped, the failure is counted and logged once.
+A proposer may be wrong about everything. Whatever it does (raise, return too much, return nonsense, take
+its time), no token changes and no request ends: its drafts are dropped, the failure is counted and logged
+once, and a proposer that costs more than it gains is left alone for a while.
 """
 
 from __future__ import annotations
 
-import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from outrider.engine.draft_health import DraftHealth
 from outrider.engine.scheduler import Plan, StepResult
 from outrider.engine.state import Request
-from outrider.spec_decode.proposer import NO_DRAFTS, Drafts, NoProposer, Proposer, draft_limit
-
-logger = logging.getLogger(__name__)
+from outrider.spec_decode.proposer import (
+    NO_DRAFTS,
+    Drafts,
+    NoProposer,
+    Proposer,
+    RequestView,
+    ResultView,
+    draft_limit,
+)
 
 _PROFIT_RATE = 0.02  # weight of a step in the profit that is shown
 
 
 class DraftController(Protocol):
-    """Decides how many of the proposed nodes are worth verifying."""
+    """Decides how many of the proposed nodes are worth verifying, and how much drafting is."""
 
+    def begin_round(self, num_requests: int, other_rows: int, context: int) -> None: ...
+    def choose_model_steps(
+        self, requests: Sequence[RequestView], drafts: Sequence[Drafts]
+    ) -> Sequence[int]: ...
     def admit(
-        self, proposals: Sequence[Drafts], num_requests: int, other_rows: int = 0, context: int = 0
+        self,
+        proposals: Sequence[Drafts],
+        num_requests: int,
+        other_rows: int = 0,
+        context: int = 0,
+        request_ids: Sequence[str] = (),
     ) -> list[Drafts]: ...
-    def observe_step(self, rows: int, context: int, seconds: float) -> None: ...
+    @property
+    def model_seconds(self) -> float: ...  # of this step's drafting, the part that ran a model
+    def observe(self, results: Sequence[ResultView]) -> None: ...
+    def observe_step(
+        self, rows: int, context: int, seconds: float, drafting_seconds: float = 0.0
+    ) -> None: ...
+    def forget(self, request_id: str) -> None: ...
     def stats(self) -> dict[str, Any]: ...
 
 
@@ -41,79 +64,117 @@ class Drafting:
         vocab_size: int,
         controller: DraftController | None = None,
         plain_step: Callable[[int, int], float] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`plain_step` is what a step without drafts takes, of (requests, mean context)."""
         self.proposer = proposer
         self.controller = controller
-        self.num_errors = 0
+        self.health = DraftHealth()
         self.is_active = not isinstance(proposer, NoProposer) and max_draft_tokens > 0
         self._method = method
         self._max_draft_tokens = max_draft_tokens
         self._vocab_size = vocab_size
         self._plain_step = plain_step
-        self._logged: set[str] = set()
+        self._clock = clock
+        self._drafting_seconds = 0.0  # of this step
         self._plain_seconds = 0.0  # what recent steps' tokens would have taken without drafts, a step
         self._seconds = 0.0  # what they took
+        if controller is not None and hasattr(proposer, "choose_model_steps"):
+            proposer.choose_model_steps = controller.choose_model_steps
+
+    @property
+    def num_errors(self) -> int:
+        return self.health.num_errors
 
     def observe(self, results: Sequence[StepResult], hidden: Any) -> None:
         """Tell what became true in a step, and who has finished."""
         if not self.is_active:
             return
-        self._guarded("observe", lambda: self.proposer.observe(results, hidden))
+        begin = self._clock()
+        self.health.guarded("observe", self.proposer.observe, results, hidden)
+        if self.controller is not None:
+            self.health.guarded("controller", self.controller.observe, results)
         for result in results:
             if result.request.is_finished:
                 self.forget(result.request_id)
+        self._drafting_seconds = self._clock() - begin
 
     def forget(self, request_id: str) -> None:
         """A request is gone, or starts over."""
         if self.is_active:
-            self._guarded("forget", lambda: self.proposer.forget(request_id))
+            self.health.guarded("forget", self.proposer.forget, request_id)
+            if self.controller is not None:
+                self.controller.forget(request_id)
 
     def stats(self) -> dict[str, Any]:
         """What the proposer and the controller tell about themselves."""
         stats: dict[str, Any] = {
             "method": self._method,
-            "proposer": self._guarded("stats", self.proposer.stats) or {},
+            "proposer": self.health.guarded("stats", self.proposer.stats) or {},
+            "health": self.health.stats(),
         }
         if self._seconds > 0:
             stats["profit_ratio"] = self._plain_seconds / self._seconds
         if self.controller is not None:
-            stats["controller"] = self._guarded("stats", self.controller.stats) or {}
+            stats["controller"] = self.health.guarded("controller", self.controller.stats) or {}
         return stats
 
     def observe_step(self, plan: Plan, results: Sequence[StepResult], seconds: float) -> None:
         """Tell how long a step took, from planning to drafting."""
-        if self.controller is None:
-            return
-        num_rows = sum(row.num_tokens for row in plan.rows)
-        context = sum(row.start for row in plan.rows) // len(plan.rows)
         controller = self.controller
-        self._guarded("controller", lambda: controller.observe_step(num_rows, context, seconds))
-        if self._plain_step is not None and all(row.num_tokens == len(row.drafts) + 1 for row in plan.rows):
-            num_steps = sum(len(result.token_ids) for result in results) / len(results)
+        if controller is None:
+            return
+        num_rows = sum([row.num_tokens for row in plan.rows])
+        context = sum([row.start for row in plan.rows]) // len(plan.rows)
+        drafting, self._drafting_seconds = self._drafting_seconds, 0.0
+        without_model = drafting - controller.model_seconds
+        self.health.guarded("controller", controller.observe_step, num_rows, context, seconds, drafting)
+        gained = 0.0
+        if self._plain_step is not None and all(
+            [row.num_tokens == len(row.drafts.token_ids) + 1 for row in plan.rows]
+        ):
+            num_steps = sum([len(result.token_ids) for result in results]) / len(results)
             plain_seconds = num_steps * self._plain_step(len(results), context)
             self._plain_seconds += (plain_seconds - self._plain_seconds) * _PROFIT_RATE
             self._seconds += (seconds - self._seconds) * _PROFIT_RATE
+            gained = plain_seconds - (seconds - without_model)
+        if self.is_active:
+            self.health.observe(without_model, gained, seconds)
 
     def propose(self, running: Sequence[Request], num_prompt_rows: int = 0) -> None:
         """Set the drafts of the running requests that are generating. About `num_prompt_rows` rows of
         prompts will stand beside them in the next step."""
-        if not self.is_active:
+        if not self.is_active or not self.health.may_propose():
             return
+        begin = self._clock()
         generating = [request for request in running if request.is_caught_up]
         limited = [(request, limit) for request in generating if (limit := self._limit(request)) > 0]
-        if not limited:
-            return
-        requests, limits = zip(*limited, strict=True)
-        context = sum(request.num_tokens for request in generating) // len(generating)
+        if limited:
+            requests, limits = zip(*limited, strict=True)
+            self._propose(generating, requests, limits, num_prompt_rows)
+        self._drafting_seconds += self._clock() - begin
 
-        def propose() -> list[Drafts]:
-            proposals = self._checked_proposals(requests, limits)
-            if self.controller is None:
-                return proposals
-            return self.controller.admit(proposals, len(generating), num_prompt_rows, context)
-
-        for request, drafts in zip(requests, self._guarded("propose", propose) or [], strict=False):
+    def _propose(
+        self,
+        generating: Sequence[Request],
+        requests: Sequence[Request],
+        limits: Sequence[int],
+        num_prompt_rows: int,
+    ) -> None:
+        controller = self.controller
+        if controller is None:
+            admitted = self.health.guarded("propose", self._checked_proposals, requests, limits)
+        else:
+            num = len(generating)
+            context = sum([request.num_tokens for request in generating]) // num
+            controller.begin_round(num, num_prompt_rows, context)
+            admitted = self.health.guarded("propose", self._checked_proposals, requests, limits)
+            if admitted is not None:
+                names = [request.request_id for request in requests]
+                admitted = self.health.guarded(
+                    "controller", controller.admit, admitted, num, num_prompt_rows, context, names
+                )
+        for request, drafts in zip(requests, admitted or [], strict=False):
             request.drafts = drafts
 
     def _limit(self, request: Request) -> int:
@@ -123,15 +184,23 @@ class Drafting:
         return override.max_tokens if override.wanted else 0
 
     def _checked_proposals(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Drafts]:
-        proposals = self.proposer.propose(requests, limits)
-        if len(proposals) != len(requests):
-            raise ValueError(f"{len(requests)} requests need as many drafts, got {len(proposals)}")
-        return [self._check(drafts, limit) for drafts, limit in zip(proposals, limits, strict=True)]
+        num_errors = self.health.num_errors
+        try:
+            proposals = self.proposer.propose(requests, limits)
+            if len(proposals) != len(requests):
+                raise ValueError(f"{len(requests)} requests need as many drafts, got {len(proposals)}")
+        except Exception:
+            self.health.end_round(has_failed=True)
+            raise
+        checked = [
+            self._check(drafts, limit) if drafts.token_ids else NO_DRAFTS
+            for drafts, limit in zip(proposals, limits, strict=True)
+        ]
+        self.health.end_round(has_failed=self.health.num_errors > num_errors)
+        return checked
 
     def _check(self, drafts: Drafts, limit: int) -> Drafts:
         """The drafts, or none if they are not what a proposer may return."""
-        if not drafts.token_ids:
-            return NO_DRAFTS
 
         def check() -> Drafts:
             if len(drafts) > limit:
@@ -139,17 +208,7 @@ class Drafting:
             drafts.check(self._vocab_size)
             return _first_path(drafts)
 
-        return self._guarded("drafts", check) or NO_DRAFTS
-
-    def _guarded(self, what: str, call: Callable[[], Any]) -> Any:
-        try:
-            return call()
-        except Exception as error:
-            self.num_errors += 1
-            if what not in self._logged:
-                self._logged.add(what)
-                logger.exception("the proposer failed (%s: %s); its drafts are dropped", what, error)
-            return None
+        return self.health.guarded("drafts", check) or NO_DRAFTS
 
 
 def _first_path(drafts: Drafts) -> Drafts:

@@ -22,7 +22,8 @@ from outrider.models.loader import Checkpoint, load_checkpoint
 from outrider.models.registry import build_function, weight_plan
 from outrider.models.tensors import RawTensor
 from outrider.sampling.sampler import Sampler
-from outrider.spec_decode.controller import Controller, StepCost
+from outrider.spec_decode.controller import Controller
+from outrider.spec_decode.cost import StepCost
 from outrider.spec_decode.proposer import MOST_DRAFT_TOKENS, NoProposer, make_proposer
 
 logger = logging.getLogger(__name__)
@@ -169,7 +170,7 @@ def _drafting(
             max_context=plan.max_model_len,
         )
         cost = StepCost(calibration)
-        controller = Controller(cost)
+        controller = Controller(cost, max_model_steps=getattr(proposer, "max_model_steps", 0))
 
         def plain_step(num_requests: int, context: int) -> float:
             return cost.curve(context, num_requests)[num_requests]

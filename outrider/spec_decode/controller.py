@@ -1,102 +1,70 @@
-"""How many drafted tokens are worth verifying, over the whole batch.
+"""How many drafted tokens are worth verifying, over the whole batch, and how many are worth drafting.
 
 Every step takes the proposed nodes of all requests in order of survival and admits the number that gives
 the most expected tokens per second:
 
-    (number of requests + sum of the admitted survivals) / T(rows)
+    (number of requests + sum of the admitted survivals) / (T(rows) + time that drafting took)
 
-`T` comes from a calibration and is corrected by what steps really take. Zero drafts is always a candidate.
+`T` comes from a calibration and is corrected by what steps really take; survivals come from the sources and
+are corrected by what became of their drafts. Where drafting itself runs a model, the controller says before
+that for how many steps. Zero drafts is always a candidate.
 Under the law any choice is safe: it changes when tokens come, never which.
 """
 
 from __future__ import annotations
 
-import math
+import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from heapq import merge
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from outrider.spec_decode.calibration import Calibration, interpolate
-from outrider.spec_decode.proposer import NO_DRAFTS, Drafts
+from outrider.spec_decode.acceptance import AcceptanceTable, RequestOdds
+from outrider.spec_decode.cost import DraftCost, StepCost
+from outrider.spec_decode.model_steps import MODEL_SOURCES, ModelSteps
+from outrider.spec_decode.proposer import NO_DRAFTS, Drafts, RequestView, ResultView
 
 
-class StepCost:
-    """T(rows, context): the calibrated curve, bent by what was observed.
+class _Tracked:
+    """What is kept of one request."""
 
-    The correction is a factor for each stretch between calibrated row counts, on top of one for all: a
-    machine that became slower as a whole changes no decision.
-    """
+    __slots__ = ("model_round", "proposal", "shifts")
 
-    RATE = 0.08  # weight of a new observation in the common factor
-    BEND_RATE = 0.02  # and in that of its own row count
-    MOST_SURPRISE = 0.25  # of the logarithm; a step that the machine interrupted must not bend the curve
-    REFRESH = 32  # observations between two looks at the correction
-    CONTEXT_STEP = 256  # contexts that share a curve
+    def __init__(self) -> None:
+        self.proposal = NO_DRAFTS  # of the last round, whatever was admitted of it
+        self.shifts: dict[str, RequestOdds] = {}  # by source
+        self.model_round = -1  # when a model last drafted for it
 
-    def __init__(self, calibration: Calibration) -> None:
-        self._calibration = calibration
-        self._common = 0.0
-        self._bends = [1.0] * len(calibration.rows)
-        self._num_observed = 0
-        self._plain: dict[int, list[float]] = {}  # by context step, without correction
-        self._curves: dict[int, list[float]] = {}
 
-    def curve(self, context: int, num_rows: int) -> list[float]:
-        """Seconds of a step with 0.. at least `num_rows` rows; never decreasing."""
-        step = context // self.CONTEXT_STEP
-        curve = self._curves.get(step)
-        if curve is None or len(curve) <= num_rows:
-            plain = self._plain_curve(step, num_rows)
-            curve = [seconds * self._factor(rows) for rows, seconds in enumerate(plain)]
-            for rows in range(1, len(curve)):
-                curve[rows] = max(curve[rows], curve[rows - 1])
-            self._curves[step] = curve
-        return curve
+class _Round:
+    """One step's drafting, from `begin_round` to `admit`."""
 
-    def _plain_curve(self, step: int, num_rows: int) -> list[float]:
-        plain = self._plain.get(step)
-        if plain is None or len(plain) <= num_rows:
-            length = max(128, 2 * num_rows)
-            plain = self._plain[step] = self._calibration.curve(step * self.CONTEXT_STEP, length)
-        return plain
+    __slots__ = ("chosen_at", "context", "is_probe", "num_new", "num_requests", "num_rows", "steps")
 
-    def _factor(self, rows: int) -> float:
-        """The correction at `rows`, linear between the calibrated counts so that the curve has no steps."""
-        known = self._calibration.rows
-        return math.exp(self._common) * interpolate(known, self._bends, min(rows, known[-1]))
-
-    def observe(self, rows: int, context: int, seconds: float) -> None:
-        """A step with this many rows took so long."""
-        known = self._calibration.rows
-        if not 1 <= rows <= 2 * known[-1] or not seconds > 0:
-            return  # a long prompt's step says nothing about verifying
-        plain = self._plain_curve(context // self.CONTEXT_STEP, rows)[rows]
-        surprise = math.log(seconds / plain / self._factor(rows))
-        surprise = max(-self.MOST_SURPRISE, min(self.MOST_SURPRISE, surprise))
-        nearest = min(range(len(known)), key=lambda i: abs(known[i] - rows))
-        self._common += self.RATE * surprise
-        self._bends[nearest] *= math.exp(self.BEND_RATE * surprise)
-        self._num_observed += 1
-        if self._num_observed % self.REFRESH == 0:
-            self._curves.clear()
-
-    def stats(self) -> dict[str, Any]:
-        return {
-            "rows": list(self._calibration.rows),
-            "contexts": list(self._calibration.contexts),
-            "seconds": [list(row) for row in self._calibration.seconds],
-            "correction": [round(self._factor(rows), 4) for rows in self._calibration.rows],
-            "observed_steps": self._num_observed,
-        }
+    def __init__(self, num_requests: int, num_rows: int, context: int) -> None:
+        self.num_requests = num_requests
+        self.num_rows = num_rows  # without drafts
+        self.context = context
+        self.steps: dict[str, int] = {}  # request -> model steps, where there are any
+        self.num_new = 0  # of those, requests not drafted for in the round before
+        self.is_probe = False
+        self.chosen_at = 0.0
 
 
 class Controller:
-    """Chooses which proposed nodes are verified."""
+    """Chooses what is drafted by a model and which proposed nodes are verified."""
 
     NUM_REMEMBERED = 64  # decisions, for people to look at
+    PLAIN_CONTEXT = 128  # of the step that drafting costs are guessed from
 
-    def __init__(self, cost: StepCost, *, adaptive: bool = True, min_gain: float = 0.01) -> None:
+    def __init__(
+        self,
+        cost: StepCost,
+        *,
+        adaptive: bool = True,
+        min_gain: float = 0.01,
+        max_model_steps: int = 0,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         """`adaptive=False`: verify exactly what was proposed.
 
         To start verifying, speculation must promise `min_gain` more tokens per second than plain decoding;
@@ -105,52 +73,140 @@ class Controller:
         self._cost = cost
         self._adaptive = adaptive
         self._min_gain = min_gain
+        self._clock = clock
+        self._table = AcceptanceTable()
+        self._draft_cost = DraftCost(cost.curve(self.PLAIN_CONTEXT, 1)[1])
+        self._model_steps = ModelSteps(cost, self._draft_cost, max_model_steps)
+        self._requests: dict[str, _Tracked] = {}
         self._is_speculating = False
-        self._decisions: deque[tuple[int, int, int, float]] = deque(maxlen=self.NUM_REMEMBERED)
+        self._num_rounds = 0
+        self._round = _Round(0, 0, 0)
+        self.model_seconds = 0.0  # of this round's drafting, the part that ran a model
+        self._decisions: deque[tuple[int, int, int, int, float]] = deque(maxlen=self.NUM_REMEMBERED)
+
+    # --- before drafting ---
+
+    def begin_round(self, num_requests: int, other_rows: int, context: int) -> None:
+        """Drafting for a step begins: `num_requests` will get a token without drafts, `other_rows` are rows
+        of the step beside them, such as a prompt's; `context` is the requests' mean length."""
+        self._num_rounds += 1
+        self.model_seconds = 0.0
+        self._table.end_round()
+        self._round = _Round(num_requests, num_requests + other_rows, context)
+
+    def choose_model_steps(self, requests: Sequence[RequestView], drafts: Sequence[Drafts]) -> list[int]:
+        """How many steps a drafting model should run for each request, given the free drafts it has."""
+        model_steps, this = self._model_steps, self._round
+        names = [request.request_id for request in requests]
+        tracked = [self._track(name) for name in names]
+        factors = [_model_factor(one.shifts) for one in tracked]
+        needs = [
+            self._need(free, one.shifts) if free.token_ids else 1.0
+            for free, one in zip(drafts, tracked, strict=True)
+        ]
+        shape = (this.num_requests, this.num_rows, this.context)
+        steps, this.is_probe = model_steps.choose(names, needs, factors, shape)
+        for name, one, num in zip(names, tracked, steps, strict=True):
+            if num:
+                this.steps[name] = num
+                this.num_new += one.model_round != self._num_rounds - 1
+                one.model_round = self._num_rounds
+        this.chosen_at = self._clock()
+        return steps
+
+    def _need(self, free: Drafts, shifts: dict[str, RequestOdds]) -> float:
+        """What free drafts leave for a model to gain, 0 to 1: the chance that their first tokens fail."""
+        alive = self._table.calibrate(free, shifts)
+        depth_alive = [0.0] * self._model_steps.max_steps
+        for depth, value in zip(range(len(alive)) if free.is_chain else free.depths(), alive, strict=False):
+            if depth < len(depth_alive):
+                depth_alive[depth] += value
+        return max(0.0, 1.0 - sum(depth_alive) / len(depth_alive)) if depth_alive else 0.0
+
+    def _track(self, request_id: str) -> _Tracked:
+        tracked = self._requests.get(request_id)
+        if tracked is None:
+            tracked = self._requests[request_id] = _Tracked()
+        return tracked
+
+    # --- after drafting ---
 
     def admit(
-        self, proposals: Sequence[Drafts], num_requests: int, other_rows: int = 0, context: int = 0
+        self,
+        proposals: Sequence[Drafts],
+        num_requests: int,
+        other_rows: int = 0,
+        context: int = 0,
+        request_ids: Sequence[str] = (),
     ) -> list[Drafts]:
         """What to verify of each proposal: the proposal itself, a part of it, or nothing.
 
-        `num_requests` will get a token without drafts (those without a proposal count too); `other_rows` are
-        rows of the step beside them, such as a prompt's; `context` is their mean length.
+        The numbers are those of `begin_round`; `request_ids` name the requests proposed for, so that each
+        is judged by its own record.
         """
+        if self._round.steps:
+            self._end_model_drafting(proposals, request_ids)
         num_proposed = sum(map(len, proposals))
         if not self._adaptive or num_proposed == 0:
             return list(proposals)
+        alive = self._calibrated(proposals, request_ids)
         if len(proposals) == 1 and proposals[0].is_chain:
             # Survival only falls along a chain: it is in order as it stands.
-            survival = proposals[0].survival
-            num = self._best_number(survival, num_proposed, num_requests, other_rows, context)
+            num = self._best_number(alive[0], num_proposed, num_requests, other_rows, context)
             return [proposals[0].first(num) if num else NO_DRAFTS]
-        # Merged only as far as nodes are worth a look.
-        ordered: list[tuple[float, int, int]] = []
-
-        def by_survival() -> Iterator[float]:
-            for node in merge(*map(_in_order, range(len(proposals)), proposals)):
-                ordered.append(node)
-                yield -node[0]
-
-        num = self._best_number(by_survival(), num_proposed, num_requests, other_rows, context)
+        # Of equals the parent comes first, as its index is lower.
+        ordered = [(-value, i, node) for i, values in enumerate(alive) for node, value in enumerate(values)]
+        ordered.sort()
+        survival = [-entry[0] for entry in ordered]
+        num = self._best_number(survival, num_proposed, num_requests, other_rows, context)
         chosen: list[list[int]] = [[] for _ in proposals]
         for _, i, node in ordered[:num]:
             chosen[i].append(node)
         return [_part(drafts, nodes) for drafts, nodes in zip(proposals, chosen, strict=True)]
 
+    def _calibrated(self, proposals: Sequence[Drafts], request_ids: Sequence[str]) -> list[list[float]]:
+        calibrate = self._table.calibrate
+        if not request_ids:
+            return [calibrate(drafts) for drafts in proposals]
+        result: list[list[float]] = []
+        for name, drafts in zip(request_ids, proposals, strict=True):
+            if drafts.token_ids:
+                tracked = self._track(name)
+                tracked.proposal = drafts
+                result.append(calibrate(drafts, tracked.shifts))
+            else:
+                result.append([])
+        return result
+
+    def _end_model_drafting(self, proposals: Sequence[Drafts], request_ids: Sequence[str]) -> None:
+        """Note what drafting took and what its drafts look like."""
+        this = self._round
+        self.model_seconds = max(0.0, self._clock() - this.chosen_at)
+        self._draft_cost.observe(
+            max(this.steps.values()), sum(this.steps.values()), this.num_new, self.model_seconds
+        )
+        if this.is_probe:
+            self._model_steps.spend(self.model_seconds)
+        for name, drafts in zip(request_ids, proposals, strict=True):
+            num = this.steps.get(name, 0)
+            if num:
+                survivals = _model_path(drafts, self._table.calibrate(drafts))
+                if survivals is not None:
+                    self._model_steps.record(survivals, num)
+
     def _best_number(
         self, survival: Iterable[float], num_nodes: int, num_requests: int, other_rows: int, context: int
     ) -> int:
         """How many of the nodes, given in falling order of survival, give the most tokens per second."""
-        base = num_requests + other_rows
+        base, drafting = num_requests + other_rows, self.model_seconds
         seconds = self._cost.curve(context, base + num_nodes)
-        plain = best = num_requests / seconds[base]
+        plain = best = num_requests / (seconds[base] + drafting)
         needed = plain if self._is_speculating else plain * (1.0 + self._min_gain)
         chosen = 0
         tokens = float(num_requests)
         for num, alive in enumerate(survival, start=1):
             tokens += alive
-            step = seconds[base + num]
+            step = seconds[base + num] + drafting
             rate = tokens / step
             if rate > best:
                 best, chosen = rate, num
@@ -159,33 +215,72 @@ class Controller:
         if best <= needed:
             chosen, best = 0, plain
         self._is_speculating = chosen > 0
-        self._decisions.append((num_requests, num_nodes, chosen, best / plain if plain else 1.0))
+        self._remember(num_requests, num_nodes, chosen, best * (seconds[base] / num_requests))
         return chosen
 
-    def observe_step(self, rows: int, context: int, seconds: float) -> None:
-        """A step with this many rows took so long, from planning to drafting."""
-        self._cost.observe(rows, context, seconds)
+    def _remember(self, num_requests: int, num_proposed: int, num_admitted: int, gain: float) -> None:
+        steps = max(self._round.steps.values(), default=0)
+        self._decisions.append((num_requests, steps, num_proposed, num_admitted, gain))
+
+    # --- after the step ---
+
+    def observe(self, results: Sequence[ResultView]) -> None:
+        """Learn what became of the last proposals, verified or not."""
+        for result in results:
+            tracked = self._requests.get(result.request_id)
+            if tracked is not None and tracked.proposal.token_ids and result.token_ids:
+                self._table.observe(tracked.proposal, result.token_ids, tracked.shifts)
+                tracked.proposal = NO_DRAFTS
+
+    def observe_step(self, rows: int, context: int, seconds: float, drafting_seconds: float = 0.0) -> None:
+        """A step with this many rows took so long from planning to drafting, drafting included."""
+        self._cost.observe(rows, context, seconds - drafting_seconds)
+        self._model_steps.earn(seconds)
+        self.model_seconds = 0.0
+
+    def forget(self, request_id: str) -> None:
+        """A request is gone."""
+        self._requests.pop(request_id, None)
+        self._model_steps.forget(request_id)
 
     def stats(self) -> dict[str, Any]:
-        return {
+        stats: dict[str, Any] = {
             "adaptive": self._adaptive,
             "cost": self._cost.stats(),
+            "acceptance": self._table.stats(),
             "decisions": [
                 {
                     "requests": requests,
+                    "model_steps": steps,
                     "proposed": proposed,
                     "admitted": admitted,
                     "expected_gain": round(gain, 3),
                 }
-                for requests, proposed, admitted, gain in self._decisions
+                for requests, steps, proposed, admitted, gain in self._decisions
             ],
         }
+        if self._model_steps.max_steps:
+            stats["model_drafting"] = self._model_steps.stats()
+        return stats
 
 
-def _in_order(request: int, drafts: Drafts) -> Iterable[tuple[float, int, int]]:
-    """(-survival, request, node) in order; of equals the parent comes first, as its index is lower."""
-    nodes = ((-alive, request, node) for node, alive in enumerate(drafts.survival))
-    return nodes if drafts.is_chain else sorted(nodes)
+def _model_factor(shifts: dict[str, RequestOdds]) -> float:
+    """A request's factor on the odds of a model's drafts."""
+    for name, shift in shifts.items():
+        if name in MODEL_SOURCES:
+            return shift.factor
+    return 1.0
+
+
+def _model_path(drafts: Drafts, alive: Sequence[float]) -> list[float] | None:
+    """Survivals along the likeliest path that a model drafted; None if it cannot be told from free drafts."""
+    last = -1
+    for node, name in enumerate(drafts.source[: len(alive)]):
+        if name in MODEL_SOURCES and (last < 0 or drafts.parents[node] == last):
+            last = node
+    if last < 0:
+        return None if drafts.token_ids else []
+    return [alive[node] for node in (*drafts.ancestors(last), last)]
 
 
 def _part(drafts: Drafts, nodes: list[int]) -> Drafts:

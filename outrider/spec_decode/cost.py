@@ -1,0 +1,140 @@
+"""What a step costs: T(rows, context) of verifying, and the time that a drafting model takes.
+
+Both start from something measured or assumed and are corrected by every step that runs.
+"""
+
+from __future__ import annotations
+
+import math
+from operator import mul
+from typing import Any
+
+from outrider.spec_decode.calibration import Calibration, interpolate
+
+
+class StepCost:
+    """T(rows, context): the calibrated curve, bent by what was observed.
+
+    The correction is a factor for each stretch between calibrated row counts, on top of one for all: a
+    machine that became slower as a whole changes no decision.
+    """
+
+    RATE = 0.08  # weight of a new observation in the common factor
+    BEND_RATE = 0.02  # and in that of its own row count
+    MOST_SURPRISE = 0.25  # of the logarithm; a step that the machine interrupted must not bend the curve
+    REFRESH = 32  # observations between two looks at the correction
+    CONTEXT_STEP = 256  # contexts that share a curve
+
+    def __init__(self, calibration: Calibration) -> None:
+        self._calibration = calibration
+        self._common = 0.0
+        self._bends = [1.0] * len(calibration.rows)
+        self._num_observed = 0
+        self._plain: dict[int, list[float]] = {}  # by context step, without correction
+        self._curves: dict[int, list[float]] = {}
+
+    def curve(self, context: int, num_rows: int) -> list[float]:
+        """Seconds of a step with 0.. at least `num_rows` rows; never decreasing."""
+        step = context // self.CONTEXT_STEP
+        curve = self._curves.get(step)
+        if curve is None or len(curve) <= num_rows:
+            plain = self._plain_curve(step, num_rows)
+            curve = [seconds * self._factor(rows) for rows, seconds in enumerate(plain)]
+            for rows in range(1, len(curve)):
+                curve[rows] = max(curve[rows], curve[rows - 1])
+            self._curves[step] = curve
+        return curve
+
+    def _plain_curve(self, step: int, num_rows: int) -> list[float]:
+        plain = self._plain.get(step)
+        if plain is None or len(plain) <= num_rows:
+            length = max(128, 2 * num_rows)
+            plain = self._plain[step] = self._calibration.curve(step * self.CONTEXT_STEP, length)
+        return plain
+
+    def _factor(self, rows: int) -> float:
+        """The correction at `rows`, linear between the calibrated counts so that the curve has no steps."""
+        known = self._calibration.rows
+        return math.exp(self._common) * interpolate(known, self._bends, min(rows, known[-1]))
+
+    def observe(self, rows: int, context: int, seconds: float) -> None:
+        """A step with this many rows took so long."""
+        known = self._calibration.rows
+        if not 1 <= rows <= 2 * known[-1] or not seconds > 0:
+            return  # a long prompt's step says nothing about verifying
+        plain = self._plain_curve(context // self.CONTEXT_STEP, rows)[rows]
+        surprise = math.log(seconds / plain / self._factor(rows))
+        surprise = max(-self.MOST_SURPRISE, min(self.MOST_SURPRISE, surprise))
+        nearest = min(range(len(known)), key=lambda i: abs(known[i] - rows))
+        self._common += self.RATE * surprise
+        self._bends[nearest] *= math.exp(self.BEND_RATE * surprise)
+        self._num_observed += 1
+        if self._num_observed % self.REFRESH == 0:
+            self._curves.clear()
+
+    def stats(self) -> dict[str, Any]:
+        return {
+            "rows": list(self._calibration.rows),
+            "contexts": list(self._calibration.contexts),
+            "seconds": [list(row) for row in self._calibration.seconds],
+            "correction": [round(self._factor(rows), 4) for rows in self._calibration.rows],
+            "observed_steps": self._num_observed,
+        }
+
+
+class DraftCost:
+    """Seconds of drafting with a model, linear in its calls, their rows and the requests that are new to it.
+
+    One call drafts the next token of every request that still wants one; a request that was not drafted for
+    in the step before has to be caught up with first. A Kalman filter over the coefficients: it begins
+    with a guess in parts of the plain step and believes what it sees.
+    """
+
+    GUESS = (0.03, 0.08, 0.02, 0.05)  # of a plain step: once, for each call, each row, each new request
+    NOISE = 0.2  # of an observation, as a part of it
+    DRIFT = 0.002  # of a coefficient's variance, an observation
+    MOST_SURPRISE = 3.0  # how many times the expectation an observation may count
+
+    def __init__(self, plain_seconds: float) -> None:
+        self._guess = [part * plain_seconds for part in self.GUESS]
+        self._theta = list(self._guess)
+        self._cov = [[guess**2 if i == j else 0.0 for j in range(4)] for i, guess in enumerate(self._guess)]
+        self.num_observed = 0
+
+    def seconds(self, num_calls: int, num_rows: int, num_new: int = 0) -> float:
+        """What drafting takes: nothing without a call."""
+        once, call, row, new = self._theta
+        return once + call * num_calls + row * num_rows + new * num_new if num_calls else 0.0
+
+    @property
+    def per_row(self) -> float:
+        return self._theta[2]
+
+    def observe(self, num_calls: int, num_rows: int, num_new: int, seconds: float) -> None:
+        """That many calls with that many rows in all took so long."""
+        if not num_calls or not seconds > 0:
+            return
+        expected = self.seconds(num_calls, num_rows, num_new)
+        seconds = max(expected / self.MOST_SURPRISE, min(expected * self.MOST_SURPRISE, seconds))
+        x = (1.0, float(num_calls), float(num_rows), float(num_new))
+        spread = [sum(map(mul, row, x)) for row in self._cov]
+        total = sum(map(mul, spread, x)) + (self.NOISE * seconds) ** 2
+        surprise = (seconds - expected) / total
+        for i, row in enumerate(self._cov):
+            guess, gain = self._guess[i], spread[i] / total
+            self._theta[i] = max(self._theta[i] + spread[i] * surprise, 1e-3 * guess)
+            for j in range(4):
+                row[j] -= gain * spread[j]
+            # Costs change with the machine's load: certainty fades, down to that of the guess.
+            row[i] = min(row[i] + self.DRIFT * guess**2, guess**2)
+        self.num_observed += 1
+
+    def stats(self) -> dict[str, Any]:
+        once, call, row, new = self._theta
+        return {
+            "once_seconds": once,
+            "call_seconds": call,
+            "row_seconds": row,
+            "new_request_seconds": new,
+            "observed": self.num_observed,
+        }
