@@ -8,7 +8,10 @@
 namespace nb = nanobind;
 using namespace outrider;
 
+void bind_suffix(nb::module_& m);  // suffix trees
+
 void bind_drafts(nb::module_& m) {
+  bind_suffix(m);
   nb::class_<NgramIndex>(m, "NgramIndex", "Where the last n tokens of a growing text occurred before.")
       .def(nb::init<int, int>(), nb::arg("min_n"), nb::arg("max_n"))
       .def("append", [](NgramIndex& self, const std::vector<int32_t>& token_ids) {
