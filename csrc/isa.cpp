@@ -49,9 +49,9 @@ static Isa choose() {
     for (Isa isa : all)
       if (!std::strcmp(want, isa_name(isa))) {
         if (isa_supported(isa)) return isa;
-        throw std::runtime_error(std::string("OUTRIDER_ISA=") + want + ": this machine or build does not support it");
+        throw std::invalid_argument(std::string("OUTRIDER_ISA=") + want + ": this machine or build does not support it");
       }
-    throw std::runtime_error(std::string("OUTRIDER_ISA=") + want +
+    throw std::invalid_argument(std::string("OUTRIDER_ISA=") + want +
                              " is unknown; use generic, avx2, avxvnni, avx512, avx512vnni or neon");
   }
   Isa best = Isa::generic;

@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <type_traits>
 
 namespace outrider {
 
@@ -103,7 +104,8 @@ void Team::for_each_share(int64_t num_items, int64_t grain, F&& fn) {
 // Runs a callable on all threads.
 template <class F>
 void run_team(F&& fn) {
-  ThreadPool::global().run([](void* ctx, Team& team) { (*static_cast<F*>(ctx))(team); }, &fn);
+  using Callable = std::remove_reference_t<F>;
+  ThreadPool::global().run([](void* ctx, Team& team) { (*static_cast<Callable*>(ctx))(team); }, &fn);
 }
 
 }  // namespace outrider

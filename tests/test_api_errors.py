@@ -14,7 +14,9 @@ from fake_engine import MAX_MODEL_LEN, VOCAB_SIZE, FakeTokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 from live_fake import CHAT, HELLO, HTTP, error_of, post, running
+from starlette.requests import Request
 
+from outrider.entrypoints import http_edge
 from outrider.entrypoints.errors import ApiError
 from outrider.entrypoints.prepare import Limits, Preparer
 from outrider.entrypoints.protocol import ChatCompletionRequest, CompletionRequest, parse
@@ -143,8 +145,21 @@ def test_a_10_mb_body_is_a_413(url: str) -> None:
 def test_generated_garbage_never_hurts_the_server(url: str) -> None:
     with socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1]))) as sock:
         sock.sendall(b"\x00\xff garbage\r\n\r\n")
-        sock.recv(1000)
+        head, _, body = sock.recv(1000).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ") and json.loads(body)["error"]["code"] == "invalid_http"
     assert HTTP.get(url + "/health").status_code == 200
+
+
+def test_a_body_that_was_announced_but_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_edge, "BODY_TIMEOUT", 0.05)
+
+    async def never() -> Any:
+        await asyncio.sleep(60)
+
+    request = Request({"type": "http", "headers": [(b"content-length", b"10")]}, receive=never)
+    with pytest.raises(ApiError) as caught:
+        asyncio.run(http_edge.read_body(request, 100))
+    assert (caught.value.status, caught.value.code) == (408, "body_timeout")
 
 
 values = st.recursive(

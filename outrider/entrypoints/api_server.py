@@ -218,6 +218,7 @@ def _make_server(configuration: Configuration) -> tuple[ServerState, uvicorn.Ser
 
     from outrider.entrypoints.app import ServerState, create_app
     from outrider.entrypoints.generation import Gate
+    from outrider.entrypoints.http_protocol import HttpProtocol
 
     class Server(uvicorn.Server):
         @contextlib.contextmanager
@@ -227,7 +228,7 @@ def _make_server(configuration: Configuration) -> tuple[ServerState, uvicorn.Ser
     gate = Gate(configuration.server, configuration.engine.max_num_seqs)
     state = ServerState(configuration, gate, fingerprint=_fingerprint(configuration))
     config = uvicorn.Config(
-        create_app(state), http="httptools", ws="none", lifespan="off",
+        create_app(state), http=HttpProtocol, ws="none", lifespan="off",
         log_config=None, log_level="warning", access_log=False,
         server_header=False, timeout_keep_alive=60, timeout_graceful_shutdown=5,
     )  # fmt: skip

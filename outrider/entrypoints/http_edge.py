@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import logging
@@ -21,6 +22,7 @@ logger = logging.getLogger(__name__)
 # Served to anyone; everything else needs a key when keys are configured.
 OPEN_PATHS = frozenset({"/", "/health", "/ping", "/metrics", "/version", "/docs", "/openapi.json"})
 GENERATION_PATHS = ("/v1/chat/completions", "/v1/completions")
+BODY_TIMEOUT = 60.0  # seconds without a byte of a body that was announced
 
 
 def add_edge(app: FastAPI, keys: tuple[str, ...], count_failure: Callable[[str], None]) -> None:
@@ -48,7 +50,7 @@ async def read_body(request: Request, limit: int) -> bytes:
     declared = request.headers.get("content-length", "0")
     too_large = declared.isdecimal() and int(declared) > limit
     while size <= 16 * limit:
-        message = await request.receive()
+        message = await _next_part(request)
         if message["type"] == "http.disconnect":
             raise ClientGoneError()
         size += len(message.get("body", b""))
@@ -63,6 +65,15 @@ async def read_body(request: Request, limit: int) -> bytes:
             code="body_too_large",
         )  # fmt: skip
     return b"".join(chunks)
+
+
+async def _next_part(request: Request) -> Any:
+    try:
+        return await asyncio.wait_for(request.receive(), BODY_TIMEOUT)
+    except asyncio.TimeoutError:
+        raise ApiError(
+            408, f"no more of the request body came for {BODY_TIMEOUT:g} s", code="body_timeout"
+        ) from None
 
 
 class KeyCheck:
