@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ class Step:
     seq_lens: np.ndarray
     block_tables: np.ndarray
     logits_indices: np.ndarray
+    parents: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
 
 
 def make_step(num_sequences: int, tokens_each: int, context: int, vocab_size: int, all_logits: bool) -> Step:

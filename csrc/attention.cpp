@@ -52,18 +52,50 @@ int64_t KVCache::nbytes() const { return 2 * num_layers * impl_->layer_bytes; }
 
 namespace {
 
+template <class T>  // an integer of the elements' size
+void move_head(T* keys, T* values, const KVCache& cache, int head, const int32_t* from, const int32_t* to,
+               int64_t num_moves) {
+  const int64_t d = cache.head_dim, size = cache.block_size;
+  for (int64_t i = 0; i < num_moves; ++i) {
+    const int64_t source = (from[i] / size * cache.kv_heads + head) * size * d, first = from[i] % size;
+    const int64_t target = (to[i] / size * cache.kv_heads + head) * size * d, second = to[i] % size;
+    for (int64_t j = 0; j < d; ++j) keys[target + j * size + second] = keys[source + j * size + first];
+    std::copy_n(values + source + first * d, d, values + target + second * d);
+  }
+}
+
+}  // namespace
+
+void KVCache::move_slots(const int32_t* from, const int32_t* to, int64_t num_moves) {
+  const int64_t num_slots = num_blocks * block_size;
+  for (const int32_t* slots : {from, to})
+    for (int64_t i = 0; i < num_moves; ++i)
+      require(slots[i] >= 0 && slots[i] < num_slots, "slot " + std::to_string(slots[i]) + " is not in the cache");
+  for (int layer = 0; layer < num_layers; ++layer)
+    for (int head = 0; head < kv_heads; ++head)
+      if (type == CacheType::f32)
+        move_head(reinterpret_cast<uint32_t*>(keys(layer)), reinterpret_cast<uint32_t*>(values(layer)), *this, head,
+                  from, to, num_moves);
+      else
+        move_head(reinterpret_cast<uint16_t*>(keys(layer)), reinterpret_cast<uint16_t*>(values(layer)), *this, head,
+                  from, to, num_moves);
+}
+
+namespace {
+
 constexpr int kUnitsPerThread = 8;  // enough for balance when units cost as much as they are thought to
 
 // Rows of one request that share their keys, and the run of chunks that one unit takes of theirs.
 struct Group {
   int64_t request, row_begin, row_end;
   int chunk_begin, chunk_end;
+  int cuts;              // chunks that a run may begin with: what branches of a tree see is never cut
   int runs;              // 1: a unit does all chunks
   int64_t first_unit;    // of its runs, per kv head
   int64_t first_float;   // of its partials, for kv head 0
   int64_t first_counter;
 
-  int chunk_of_run(int run) const { return chunk_begin + int(int64_t(chunk_end - chunk_begin) * run / runs); }
+  int chunk_of_run(int run) const { return run == runs ? chunk_end : chunk_begin + int(int64_t(cuts) * run / runs); }
 };
 
 struct Plan {
@@ -92,7 +124,9 @@ void make_plan(const AttentionBatch& batch, const AttentionArgs& args, int threa
       const int64_t first = std::max(begin, last - tile);
       const auto [low, high] = std::minmax_element(batch.positions + first, batch.positions + last);
       const int from = args.window > 0 ? std::max(*low + 1 - args.window, 0) : 0;
-      plan.groups.push_back({request, first, last, from / kChunk, *high / kChunk + 1, 1, 0, 0, 0});
+      const int begins = from / kChunk, ends = *high / kChunk + 1;
+      const int last_cut = batch.trees ? std::min(batch.trees->first_listed(request) / kChunk + 1, ends) : ends;
+      plan.groups.push_back({request, first, last, begins, ends, std::max(last_cut - begins, 1), 1, 0, 0, 0});
       plan.max_rows = std::max(plan.max_rows, int(last - first) * group_heads);
       total += cost(plan.groups.back()) * kv_heads;
       last = first;
@@ -103,7 +137,7 @@ void make_plan(const AttentionBatch& batch, const AttentionArgs& args, int threa
   plan.num_counters = plan.num_floats = 0;
   for (Group& group : plan.groups) {
     const int chunks = group.chunk_end - group.chunk_begin;
-    group.runs = int(std::min<int64_t>(chunks, (cost(group) + target - 1) / target));
+    group.runs = int(std::min<int64_t>(group.cuts, (cost(group) + target - 1) / target));
     group.first_unit = int64_t(plan.group_of_unit.size());
     plan.group_of_unit.insert(plan.group_of_unit.end(), size_t(group.runs), int32_t(&group - plan.groups.data()));
     if (group.runs == 1) continue;
@@ -156,7 +190,8 @@ void append_attention(Team& team, const AttentionBatch& batch, const AttentionAr
   const KVCache& cache = *args.cache;
   static thread_local Plan plan;
   make_plan(batch, args, team.size(), plan);
-  reserve(team, scratch, plan, size_t(4 * kernels.scratch_floats(plan.max_rows, cache.head_dim) + 64));
+  const int panels = batch.trees ? batch.trees->max_panels() : 0;
+  reserve(team, scratch, plan, size_t(4 * kernels.scratch_floats(plan.max_rows, cache.head_dim, panels) + 64));
   float* own = reinterpret_cast<float*>(aligned(scratch.per_thread[size_t(team.rank())]));
   Counter* counters = reinterpret_cast<Counter*>(aligned(scratch.shared));
   float* partials = reinterpret_cast<float*>(aligned(scratch.shared) + counter_bytes(scratch.per_thread.size()));

@@ -10,6 +10,7 @@
 #include <memory>
 #include <vector>
 
+#include "draft_tree.h"
 #include "thread_pool.h"
 
 namespace outrider {
@@ -33,6 +34,10 @@ class KVCache {
   uint8_t* values(int layer) const;
   int64_t nbytes() const;
 
+  // Copies keys and values of every layer from slot `from[i]` to `to[i]`, one after the other in order of i.
+  // Throws std::invalid_argument, having changed nothing, when a slot is out of range.
+  void move_slots(const int32_t* from, const int32_t* to, int64_t num_moves);
+
  private:
   struct Impl;
   Impl* impl_;
@@ -54,9 +59,11 @@ struct AttentionBatch {
   const int32_t* positions = nullptr;        // [rows] absolute position
   const int32_t* slot_mapping = nullptr;     // [rows] block * block_size + offset, where K/V go
   const int32_t* query_start_loc = nullptr;  // [requests + 1] rows of each request
-  const int32_t* seq_lens = nullptr;         // [requests] positions that exist after this step's rows
+  const int32_t* seq_lens = nullptr;         // [requests] slots in use after this step's rows
   const int32_t* block_tables = nullptr;     // [requests, max_blocks]
   int64_t max_blocks = 0;
+  const int32_t* parents = nullptr;   // [rows] row of the token before, -1: it is in the cache; null: no trees
+  const DraftTrees* trees = nullptr;  // made of `parents`; null when every path lies in order
 };
 
 struct AttentionArgs {

@@ -10,6 +10,7 @@
 #include <string>
 
 #include "attention.h"
+#include "without_gil.h"
 
 namespace nb = nanobind;
 using namespace outrider;
@@ -56,6 +57,7 @@ void check_step(const AttentionBatch& batch, const KVCache& cache, int64_t max_p
         require(table[i] < cache.num_blocks, "block out of range");  // negative: a block that a window left behind
     }
   }
+  if (batch.parents) check_parents(batch);
 }
 
 struct Rope {
@@ -78,7 +80,7 @@ nb::ndarray<nb::numpy, float, nb::ndim<2>> attention(
     Rows q, Rows k, Rows v, KVCache& cache, int layer, Ints positions, Ints slot_mapping, Ints query_start_loc,
     Ints seq_lens, IntMatrix block_tables, int num_heads, float scale, int window, std::optional<Matrix> rope_cos,
     std::optional<Matrix> rope_sin, const std::string& rope_layout, std::optional<Floats> q_norm,
-    std::optional<Floats> k_norm, float norm_eps) {
+    std::optional<Floats> k_norm, float norm_eps, std::optional<Ints> parents) {
   const size_t rows = q.shape(0), width = size_t(num_heads) * cache.head_dim;
   const size_t kv_width = size_t(cache.kv_heads) * cache.head_dim;
   require(q.shape(1) == width && k.shape(1) == kv_width && v.shape(1) == kv_width, "q, k or v has a wrong width");
@@ -93,7 +95,11 @@ nb::ndarray<nb::numpy, float, nb::ndim<2>> attention(
   const bool has_rope = Rope{rope_cos, rope_sin, rope_layout}.fill(rope);
   AttentionBatch batch{int64_t(rows), int64_t(seq_lens.size()), positions.data(), slot_mapping.data(),
                        query_start_loc.data(), seq_lens.data(), block_tables.data(), int64_t(block_tables.shape(1))};
+  require(!parents || parents->size() == rows, "parents needs one row a token");
+  batch.parents = parents ? parents->data() : nullptr;
   check_step(batch, cache, has_rope ? rope.max_position : INT32_MAX);
+  DraftTrees trees;
+  if (parents && trees.index(batch, cache.block_size)) batch.trees = &trees;
   float* out = new float[rows * width];
   nb::capsule owner(out, [](void* p) noexcept { delete[] static_cast<float*>(p); });
   AttentionArgs args{q.data(), k.data(), v.data(), q.stride(0), k.stride(0), v.stride(0), num_heads, &cache, layer,
@@ -134,11 +140,18 @@ void bind_attention(nb::module_& m) {
              const KVCache& cache = nb::cast<KVCache&>(self);
              return layer_view(self, cache.values(layer), {size_t(cache.num_blocks), size_t(cache.kv_heads),
                                                            size_t(cache.block_size), size_t(cache.head_dim)});
-           }, nb::arg("layer"), "View of a layer's values [num_blocks, kv_heads, block_size, head_dim].");
+           }, nb::arg("layer"), "View of a layer's values [num_blocks, kv_heads, block_size, head_dim].")
+      .def("move_slots", [](KVCache& cache, Ints from, Ints to) {
+             require(from.size() == to.size(), "from_slots and to_slots need one entry a move");
+             WithoutGil without;
+             cache.move_slots(from.data(), to.data(), int64_t(from.size()));
+           }, nb::arg("from_slots").noconvert(), nb::arg("to_slots").noconvert(),
+           "Copy keys and values of every layer from slot to slot, in the order given, without the GIL.");
   m.def("append_attention", attention, nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("cache"), nb::arg("layer"),
         nb::arg("positions"), nb::arg("slot_mapping"), nb::arg("query_start_loc"), nb::arg("seq_lens"),
         nb::arg("block_tables"), nb::kw_only(), nb::arg("num_heads"), nb::arg("scale"), nb::arg("window") = 0,
         nb::arg("rope_cos") = nb::none(), nb::arg("rope_sin") = nb::none(), nb::arg("rope_layout") = "half",
         nb::arg("q_norm") = nb::none(), nb::arg("k_norm") = nb::none(), nb::arg("norm_eps") = 0.0f,
+        nb::arg("parents") = nb::none(),
         "One layer's attention of one step; the arguments are those of csrc/attention.h.");
 }

@@ -19,6 +19,7 @@
 
 #include "program.h"
 #include "thread_pool.h"
+#include "without_gil.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -69,34 +70,6 @@ std::shared_ptr<RopeTable> make_rope_table(FloatTable cos, FloatTable sin, const
   return table;
 }
 
-// Python ends a thread that asks for the GIL during shutdown by unwinding it, which C++ answers with an
-// abort. So the end of the process waits until no thread is about to ask, and those that come later stay.
-std::atomic<bool> process_ends{false};
-std::atomic<int> threads_without_gil{0};
-
-class WithoutGil {
- public:
-  WithoutGil() {
-    ++threads_without_gil;
-    state_ = PyEval_SaveThread();
-    stay_if_process_ends();
-  }
-  ~WithoutGil() {
-    stay_if_process_ends();
-    PyEval_RestoreThread(state_);
-    --threads_without_gil;
-  }
-  WithoutGil(const WithoutGil&) = delete;
-
- private:
-  static void stay_if_process_ends() {
-    if (!process_ends) return;
-    --threads_without_gil;
-    for (;;) std::this_thread::sleep_for(std::chrono::hours(1));
-  }
-  PyThreadState* state_;
-};
-
 void wait_for_threads_at_exit() {
   process_ends = true;
   nb::gil_scoped_release release;
@@ -110,13 +83,18 @@ void require_length(const char* name, size_t got, size_t expected) {
 }
 
 void run(Program& program, Ints token_ids, Ints positions, Ints slot_mapping, Ints query_start_loc, Ints seq_lens,
-         IntTable block_tables, Ints logits_indices) {
+         IntTable block_tables, Ints logits_indices, std::optional<Ints> parents, std::optional<FloatTable> hidden) {
   const size_t rows = token_ids.size(), requests = seq_lens.size();
   require_length("positions", positions.size(), rows);
   require_length("slot_mapping", slot_mapping.size(), rows);
   require_length("query_start_loc", query_start_loc.size(), requests + 1);
   require_length("block_tables", block_tables.shape(0), requests);
+  if (parents && parents->size() > 0) require_length("parents", parents->size(), rows);
+  if (hidden && (hidden->shape(0) != rows || int64_t(hidden->shape(1)) != program.hidden_width()))
+    throw std::invalid_argument("hidden must be [" + std::to_string(rows) + ", " +
+                                std::to_string(program.hidden_width()) + "]");
   StepInputs in;
+  in.hidden = hidden ? hidden->data() : nullptr;
   in.token_ids = token_ids.data();
   in.logits_indices = logits_indices.data();
   in.num_logits = int64_t(logits_indices.size());
@@ -128,6 +106,7 @@ void run(Program& program, Ints token_ids, Ints positions, Ints slot_mapping, In
   in.attention.seq_lens = seq_lens.data();
   in.attention.block_tables = block_tables.data();
   in.attention.max_blocks = int64_t(block_tables.shape(1));
+  in.attention.parents = parents && parents->size() > 0 ? parents->data() : nullptr;
   WithoutGil without;
   program.run(in);
 }
@@ -188,9 +167,11 @@ void bind_program(nb::module_& m) {
       .def("add", [](Program& p, PyView out, PyView a, PyView b) { p.add(view(out), view(a), view(b)); }, "out"_a,
            "a"_a, "b"_a)
       .def("gather_rows", [](Program& p, PyView out, PyView x) { p.gather_rows(view(out), view(x)); }, "out"_a, "x"_a)
+      .def("hidden_rows", [](Program& p, PyView out) { p.hidden_rows(view(out)); }, "out"_a)
       .def("run", &run, "token_ids"_a.noconvert(), "positions"_a.noconvert(), "slot_mapping"_a.noconvert(),
            "query_start_loc"_a.noconvert(), "seq_lens"_a.noconvert(), "block_tables"_a.noconvert(),
-           "logits_indices"_a.noconvert(), "One step, on all threads, without the GIL; one caller at a time.")
+           "logits_indices"_a.noconvert(), "parents"_a.noconvert() = nb::none(),
+           "hidden"_a.noconvert() = nb::none(), "One step, on all threads, without the GIL; one caller at a time.")
       .def("set_profile", &Program::set_profile, "on"_a)
       .def("profile", &Program::profile, "Name and nanoseconds of each instruction in the last run.")
       .def_prop_ro("nbytes", &Program::nbytes);

@@ -134,6 +134,17 @@ struct Gather : Program::Instruction {
   }
 };
 
+struct HiddenRows : Program::Instruction {
+  Resolved out;
+  const char* name() const override { return "hidden_rows"; }
+  void run(Team& team, const Step& step) const override {
+    const float* hidden = step.in.hidden;
+    team.for_each(step.in.attention.num_rows, 16, [&](int64_t begin, int64_t end) {
+      for (int64_t r = begin; r < end; ++r) std::copy_n(hidden + r * out.width, out.width, out.rows.row(r));
+    });
+  }
+};
+
 std::string range_error(const char* what, int64_t index, int64_t value, int64_t limit) {
   return std::string(what) + "[" + std::to_string(index) + "] is " + std::to_string(value) +
          ", must be between 0 and " + std::to_string(limit - 1);
@@ -324,10 +335,19 @@ void Program::gather_rows(View out, View x) {
   push(std::move(op));
 }
 
+void Program::hidden_rows(View out) {
+  auto op = std::make_unique<HiddenRows>();
+  op->out = resolve(out);
+  require(!op->out.gathered && (hidden_width_ == 0 || hidden_width_ == out.width), "hidden_rows: shapes do not fit");
+  hidden_width_ = out.width;
+  push(std::move(op));
+}
+
 void Program::check(const StepInputs& in) const {
   const AttentionBatch& batch = in.attention;
   check_size("tokens", batch.num_rows, 1, max_rows_);
   check_size("logits rows", in.num_logits, 0, max_logits_rows_);
+  if (hidden_width_ > 0 && !in.hidden) throw std::invalid_argument("this program needs hidden states");
   check_range("token_ids", in.token_ids, batch.num_rows, vocab_size_);
   check_range("positions", batch.positions, batch.num_rows, max_positions_);
   check_range("logits_indices", in.logits_indices, in.num_logits, batch.num_rows);
@@ -354,6 +374,7 @@ void Program::check_requests(const AttentionBatch& batch) const {
       check_range("block_tables", batch.block_tables + b * batch.max_blocks, (length + block_size - 1) / block_size,
                   num_blocks);
   }
+  if (batch.parents) check_parents(batch);
 }
 
 // The scratch of linear depends on the number of threads, which may change between steps.
@@ -365,9 +386,11 @@ void Program::reserve_scratch() {
   scratch_threads_ = threads;
 }
 
-void Program::run(const StepInputs& inputs) {
+void Program::run(StepInputs inputs) {
   check(inputs);
   reserve_scratch();
+  if (inputs.attention.parents && cache_ && trees_.index(inputs.attention, cache_->block_size))
+    inputs.attention.trees = &trees_;
   const Step step{inputs, *linear_scratch_, attention_scratch_};
   run_team([&](Team& team) {
     if (!profile_ || team.rank() != 0) {

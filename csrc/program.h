@@ -27,6 +27,7 @@ struct StepInputs {
   const int32_t* token_ids = nullptr;    // [num_rows]
   const int32_t* logits_indices = nullptr;  // [num_logits] rows, for gathered buffers
   int64_t num_logits = 0;
+  const float* hidden = nullptr;  // [num_rows, hidden_width()], for programs that read hidden states
 };
 
 struct LinearOptions {
@@ -73,14 +74,18 @@ class Program {
   void gelu_mul(View out, View gate, View up);
   void add(View out, View a, View b);
   void gather_rows(View out, View x);
+  void hidden_rows(View out);  // the step's own hidden states
 
   // Throws std::invalid_argument, naming what is out of range.
-  void run(const StepInputs& inputs);
+  void run(StepInputs inputs);
 
   // What each instruction took in the last run, if `profile` was set: names and nanoseconds.
   void set_profile(bool on) { profile_ = on; }
   std::vector<std::pair<std::string, int64_t>> profile() const;
 
+  int64_t max_rows() const { return max_rows_; }
+  int64_t max_logits_rows() const { return max_logits_rows_; }
+  int64_t hidden_width() const { return hidden_width_; }  // of the hidden states that a step must bring, or 0
   int64_t nbytes() const;  // of the buffers, whether touched or not
 
   struct Instruction;
@@ -108,9 +113,10 @@ class Program {
   std::vector<std::unique_ptr<Instruction>> instructions_;
   std::shared_ptr<KVCache> cache_;
   const PackedWeight** last_linear_ = nullptr;  // where the latest linear wants to know of the next one's weight
-  int64_t vocab_size_ = INT64_MAX, max_positions_ = INT64_MAX, max_k_ = 0;
+  int64_t vocab_size_ = INT64_MAX, max_positions_ = INT64_MAX, max_k_ = 0, hidden_width_ = 0;
   std::unique_ptr<LinearScratch> linear_scratch_;
   AttentionScratch attention_scratch_;
+  DraftTrees trees_;  // of the current step
   int scratch_threads_ = 0;
   bool profile_ = false;
   std::vector<int64_t> nanoseconds_;

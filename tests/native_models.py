@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ class StepArrays:
     seq_lens: np.ndarray
     block_tables: np.ndarray
     logits_indices: np.ndarray
+    parents: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
 
 
 def step(*requests: tuple[list[int], list[int], int], logits: list[int] | None = None) -> StepArrays:

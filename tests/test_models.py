@@ -151,6 +151,7 @@ class Sequence:
             seq_lens=np.array([start + len(token_ids)], np.int32),
             block_tables=self.blocks,
             logits_indices=np.arange(len(token_ids), dtype=np.int32),
+            parents=np.empty(0, np.int32),
         )
         return self.executable.run(batch).logits.copy()
 

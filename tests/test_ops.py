@@ -8,7 +8,7 @@ table holds them and whose token ids count up.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,6 +40,7 @@ class StepArrays:
     seq_lens: np.ndarray
     block_tables: np.ndarray
     logits_indices: np.ndarray
+    parents: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
 
 
 def make_step(

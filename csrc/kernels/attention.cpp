@@ -17,6 +17,8 @@ constexpr int kPanelRows = 2;
 #endif
 constexpr int kAppendRows = 64;  // rows of k transposed at a time
 
+int64_t append_floats(int head_dim) { return int64_t(2) * kAppendRows * head_dim; }
+
 // Copies a head with norm and RoPE applied.
 void prepare(const AttentionArgs& args, const float* head, const float* norm, int32_t position, float* out) {
   const int d = args.cache->head_dim;
@@ -31,11 +33,11 @@ void prepare(const AttentionArgs& args, const float* head, const float* norm, in
 }
 
 void set_limits(const AttentionBatch& batch, const AttentionArgs& args, const AttentionUnit& unit, Tile& tile) {
-  const int group = args.heads / args.cache->kv_heads;
   int i = 0;
   for (int64_t row = unit.row_begin; row < unit.row_end; ++row)
-    for (int g = 0; g < group; ++g, ++i) {
+    for (int g = 0; g < tile.group; ++g, ++i) {
       tile.last[i] = batch.positions[row] + 1;
+      tile.in_order[i] = batch.trees ? batch.trees->in_order(row) : tile.last[i];
       tile.first[i] = args.window > 0 ? max_of(tile.last[i] - args.window, 0) : 0;
     }
 }
@@ -105,13 +107,15 @@ void append(const AttentionBatch& batch, const AttentionArgs& args, int64_t row_
   typed(batch, args, row_begin, row_end, kv_head, first_position, last_position, scratch);
 }
 
-int num_rows(const AttentionArgs& args, const AttentionUnit& unit) {
-  return int(unit.row_end - unit.row_begin) * (args.heads / args.cache->kv_heads);
+Tile make_tile(const AttentionArgs& args, const AttentionUnit& unit, float* scratch) {
+  const int group = args.heads / args.cache->kv_heads;
+  return Tile(scratch, int(unit.row_end - unit.row_begin) * group, group, args.cache->head_dim);
 }
 
 template <class T>
 void attend_typed(const AttentionBatch& batch, const AttentionArgs& args, const AttentionUnit& unit, float* scratch) {
-  Tile tile(scratch, num_rows(args, unit), args.cache->head_dim);
+  Tile tile = make_tile(args, unit, scratch);
+  float* staging = scratch + Tile::floats(tile.rows, tile.head_dim);
   set_limits(batch, args, unit, tile);
   const auto chunk_at = [&](int chunk) {
     int lo, hi;
@@ -122,8 +126,10 @@ void attend_typed(const AttentionBatch& batch, const AttentionArgs& args, const 
   Fetch(here, here.key_blocks).all_now();
   if (unit.append)
     append_typed<T>(batch, args, unit.row_begin, unit.row_end, unit.kv_head, int64_t(unit.chunk_begin) * kChunk,
-                    int64_t(unit.chunk_end) * kChunk, scratch + Tile::floats(tile.rows, tile.head_dim));
+                    int64_t(unit.chunk_end) * kChunk, staging);
   load_queries(batch, args, unit, tile);
+  Branches<T> branches(batch, args, unit, tile, staging + append_floats(tile.head_dim));
+  if (branches) branches.score(tile, Fetch(here, here.key_blocks));
 
   const int64_t stride = partial_floats(tile.rows, tile.head_dim);
   if (!unit.partials) tile.total.clear(tile.rows);
@@ -134,9 +140,10 @@ void attend_typed(const AttentionBatch& batch, const AttentionArgs& args, const 
     tile.look_at(chunk);
     const auto reduce = [&](const auto& source) {
       score(source, tile, here.lo, here.hi, Fetch(here, here.value_blocks));
+      if (branches) branches.place_scores(tile);
       find_maxima(tile, part);
       exponentiate(tile, part);
-      weigh(source, tile, part, here.lo, here.hi, Fetch(next, next.key_blocks));
+      weigh(source, tile, branches, part, here.lo, here.hi, Fetch(next, next.key_blocks));
     };
     if (tile.rows >= kPanelRows)
       reduce(to_panels(here, tile.keys, tile.values));
@@ -157,7 +164,7 @@ void attend(const AttentionBatch& batch, const AttentionArgs& args, const Attent
 }
 
 void merge(const AttentionArgs& args, const AttentionUnit& unit, float* scratch) {
-  Tile tile(scratch, num_rows(args, unit), args.cache->head_dim);
+  Tile tile = make_tile(args, unit, scratch);
   const int64_t stride = partial_floats(tile.rows, tile.head_dim);
   tile.total.clear(tile.rows);
   for (int chunk = unit.chunk_begin; chunk < unit.chunk_end; ++chunk)
@@ -166,8 +173,8 @@ void merge(const AttentionArgs& args, const AttentionUnit& unit, float* scratch)
   write_result(args, unit, tile.total);
 }
 
-int64_t scratch_floats(int rows, int head_dim) {
-  return Tile::floats(rows, head_dim) + int64_t(2) * kAppendRows * head_dim;
+int64_t scratch_floats(int rows, int head_dim, int panels) {
+  return Tile::floats(rows, head_dim) + append_floats(head_dim) + int64_t(rows) * panels * kPanelSlots;
 }
 
 }  // namespace

@@ -26,7 +26,7 @@ struct AttentionUnit {
 inline int64_t partial_floats(int64_t rows, int head_dim) { return (rows + 7) / 8 * 16 + rows * head_dim; }
 
 struct AttentionKernels {
-  int64_t (*scratch_floats)(int rows, int head_dim);
+  int64_t (*scratch_floats)(int rows, int head_dim, int panels);
   // Norm, RoPE and storing of the k and v of rows [row_begin, row_end), one kv head, where
   // first_position <= position < last_position.
   void (*append)(const AttentionBatch&, const AttentionArgs&, int64_t row_begin, int64_t row_end, int kv_head,

@@ -11,7 +11,9 @@
 #pragma once
 
 #include "kernels/attention_chunk.h"
+#include "kernels/attention_multiply.h"
 #include "kernels/attention_tile.h"
+#include "kernels/attention_tree.h"
 
 namespace outrider {
 namespace OUTRIDER_ISA {
@@ -20,61 +22,6 @@ template <int n>
 struct Width {
   static constexpr int value = n;
 };
-
-// c[R][8 NV] += a[R][k] * b[k][8 NV], each element one chain over k; from zero when `kFromZero`. On the way it
-// asks for the memory at `ahead`, `step` bytes a turn.
-template <class T, int R, int NV, bool kFromZero>
-__attribute__((noinline)) void multiply(const float* a, int64_t lda, const T* b, int64_t ldb, float* c, int64_t ldc,
-                                        int k, const char* ahead, int64_t step) {
-  F8 acc[R][NV];
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
-    for (int v = 0; v < NV; ++v) acc[r][v] = kFromZero ? splat8(0.0f) : load8(c + r * ldc + 8 * v);
-  // The longer side of the tile is taken one by one, so that 16 registers hold the rest.
-  for (int i = 0; i < k; ++i, b += ldb, ahead += step) {
-    __builtin_prefetch(ahead, 0, 3);
-    if constexpr (NV > R) {
-      F8 x[R];
-#pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) x[r] = splat8(a[r * lda + i]);
-#pragma GCC unroll 8
-      for (int v = 0; v < NV; ++v) {
-        const F8 column = load8(b + 8 * v);
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) acc[r][v] = math::fma(x[r], column, acc[r][v]);
-      }
-    } else {
-      F8 column[NV];
-#pragma GCC unroll 8
-      for (int v = 0; v < NV; ++v) column[v] = load8(b + 8 * v);
-#pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) {
-        const F8 x = splat8(a[r * lda + i]);
-#pragma GCC unroll 8
-        for (int v = 0; v < NV; ++v) acc[r][v] = math::fma(x, column[v], acc[r][v]);
-      }
-    }
-  }
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
-    for (int v = 0; v < NV; ++v) store8(c + r * ldc + 8 * v, acc[r][v]);
-}
-
-template <class T, int NV, bool kFromZero>
-inline void multiply_rows(int rows, const float* a, int64_t lda, const T* b, int64_t ldb, float* c, int64_t ldc,
-                          int k, Fetch& fetch) {
-  const char* ahead = fetch.take(k);
-  if constexpr (NV <= 2) {
-    if (rows == 4) return multiply<T, 4, NV, kFromZero>(a, lda, b, ldb, c, ldc, k, ahead, fetch.step);
-    if (rows == 5) return multiply<T, 5, NV, kFromZero>(a, lda, b, ldb, c, ldc, k, ahead, fetch.step);
-    if (rows == 6) return multiply<T, 6, NV, kFromZero>(a, lda, b, ldb, c, ldc, k, ahead, fetch.step);
-  }
-  if (rows == 3) return multiply<T, 3, NV, kFromZero>(a, lda, b, ldb, c, ldc, k, ahead, fetch.step);
-  if (rows == 2) return multiply<T, 2, NV, kFromZero>(a, lda, b, ldb, c, ldc, k, ahead, fetch.step);
-  multiply<T, 1, NV, kFromZero>(a, lda, b, ldb, c, ldc, k, ahead, fetch.step);
-}
 
 // Scores of positions [lo, hi) for the rows that see them; lo and hi are rounded outwards, the rest is masked
 // later.
@@ -90,7 +37,7 @@ void score(const Chunk& chunk, Tile& tile, int lo, int hi, Fetch fetch) {
     const T* keys = chunk.key(at);
     for (int b = 0; b < tile.num_blocks; ++b) {
       const RowBlock& block = tile.blocks[b];
-      if (at >= block.some_hi || at + width <= block.some_lo) continue;
+      if (at >= block.table_hi || at + width <= block.some_lo) continue;
       const float* query = tile.query + block.first * d;
       float* to = tile.weight + block.first * kChunk + at;
       if (wide)
@@ -159,26 +106,30 @@ inline void weigh_run(const Chunk& chunk, int rows, const float* weight, int lo,
   }
 }
 
-// Positions that only some rows of a block see are taken row by row: a chain runs over what its row sees and
+// Positions that only some rows of a block see are taken query by query: a chain runs over what its row sees and
 // nothing else, and in order.
-template <int NV, class Chunk>
-inline void weigh_columns(const Chunk& chunk, const Tile& tile, const RowBlock& block, const Partial& part,
-                          int column, Fetch& fetch) {
+template <int NV, class Chunk, class T>
+inline void weigh_columns(const Chunk& chunk, const Tile& tile, const RowBlock& block, const Branches<T>& branches,
+                          const Partial& part, int column, Fetch& fetch) {
   const int d = tile.head_dim, end = block.first + block.count;
   const auto ragged = [&](int from, int to) {
-    for (int r = block.first; r < end; ++r)
-      weigh_run<NV>(chunk, 1, tile.weight + r * kChunk, max_of(tile.lo[r], from), min_of(tile.hi[r], to), column,
+    for (int r = block.first, rows; r < end; r += rows) {
+      rows = tile.alike(r, end);
+      weigh_run<NV>(chunk, rows, tile.weight + r * kChunk, max_of(tile.lo[r], from), min_of(tile.leave[r], to), column,
                     part.value + r * d + column, d, fetch);
+    }
   };
   if (block.some_lo < block.all_lo) ragged(0, block.all_lo);
   weigh_run<NV>(chunk, block.count, tile.weight + block.first * kChunk, block.all_lo, block.all_hi, column,
                 part.value + block.first * d + column, d, fetch);
-  if (block.all_hi < block.some_hi) ragged(block.all_hi, kChunk);
+  if (block.all_hi < block.table_hi) ragged(block.all_hi, kChunk);
+  if (branches) branches.template weigh<NV>(tile, block, part, column, fetch);
 }
 
 // The chunk's weighted values. Few rows are taken over wide runs of columns, so that enough chains run at once.
-template <class Chunk>
-void weigh(const Chunk& chunk, const Tile& tile, const Partial& part, int lo, int hi, Fetch fetch) {
+template <class Chunk, class T>
+void weigh(const Chunk& chunk, const Tile& tile, const Branches<T>& branches, const Partial& part, int lo, int hi,
+           Fetch fetch) {
   const int d = tile.head_dim;
   for (int i = 0; i < tile.rows * d; i += 8) store8(part.value + i, splat8(0.0f));
   int column = 0;
@@ -189,7 +140,7 @@ void weigh(const Chunk& chunk, const Tile& tile, const Partial& part, int lo, in
     for (; column + 8 * kWidth <= d; column += 8 * kWidth)
       for (int b = 0; b < tile.num_blocks; ++b)
         if (tile.blocks[b].some_lo < tile.blocks[b].some_hi)
-          weigh_columns<kWidth>(chunk, tile, tile.blocks[b], part, column, fetch);
+          weigh_columns<kWidth>(chunk, tile, tile.blocks[b], branches, part, column, fetch);
   };
   if (wide) columns(Width<4>());
   columns(Width<2>());

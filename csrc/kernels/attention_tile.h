@@ -26,32 +26,36 @@ struct Partial {
   }
 };
 
-// Rows of a micro-kernel, and the positions (in the chunk) that some or all of them see.
+// Rows of a micro-kernel, and the positions (in the chunk) that some or all of them see: all of them only
+// where the block table says, and some below `table_hi`.
 struct RowBlock {
   int first, count;
-  int some_lo, some_hi, all_lo, all_hi;
+  int some_lo, some_hi, all_lo, all_hi, table_hi;
 };
 
 struct Tile {
-  int rows, head_dim, num_blocks;
+  int chunk = -1;  // what lo, hi and leave are of
+  int rows, head_dim, group, num_blocks;  // `group` rows, the heads of one query, see the same
   Partial total, part;
   float* query;           // [rows, head_dim], normed, rotated, scaled
   float* weight;          // [rows, chunk]: scores, then their exponentials
   float *keys, *values;   // panels
   float *scale_old, *scale_new;  // [rows rounded up to 8] of a merge
   int *first, *last;      // [rows] absolute positions a row sees: first <= position < last
-  int *lo, *hi;           // [rows] the same in the current chunk; lo == hi: nothing
+  int* in_order;          // [rows] where the row's path leaves the block table's slots; `last`: it does not
+  int *lo, *hi;           // [rows] first and last in the current chunk; lo == hi: nothing
+  int* leave;             // [rows] in_order in the current chunk, lo <= leave <= hi
   RowBlock* blocks;       // [num_blocks]
 
   static int64_t floats(int rows, int d) {
     const int64_t padded = round_up(rows, 8);
-    return round_up(2 * partial_floats(rows, d) + rows * int64_t(d + kChunk) + 6 * padded +
+    return round_up(2 * partial_floats(rows, d) + rows * int64_t(d + kChunk) + 8 * padded +
                         padded * int64_t(sizeof(RowBlock) / sizeof(int)) + kChunk * (d + round_up(d, 16)),
                     16);
   }
 
-  Tile(float* memory, int rows, int d)
-      : rows(rows), head_dim(d), num_blocks((rows + kRowBlock - 1) / kRowBlock), total(memory, rows),
+  Tile(float* memory, int rows, int group, int d)
+      : rows(rows), head_dim(d), group(group), num_blocks((rows + kRowBlock - 1) / kRowBlock), total(memory, rows),
         part(memory + partial_floats(rows, d), rows) {
     memory += 2 * partial_floats(rows, d);
     const int64_t padded = round_up(rows, 8);
@@ -68,8 +72,10 @@ struct Tile {
     scale_new = take(padded);
     first = reinterpret_cast<int*>(take(padded));
     last = reinterpret_cast<int*>(take(padded));
+    in_order = reinterpret_cast<int*>(take(padded));
     lo = reinterpret_cast<int*>(take(padded));
     hi = reinterpret_cast<int*>(take(padded));
+    leave = reinterpret_cast<int*>(take(padded));
     blocks = reinterpret_cast<RowBlock*>(memory);
     for (int i = 0, at = 0; i < num_blocks; ++i) {
       blocks[i].first = at;
@@ -87,20 +93,26 @@ struct Tile {
     }
   }
 
-  // Sets lo, hi and the blocks' ranges.
-  void look_at(int chunk) {
+  // How many of rows [r, end) belong to the same query as row r.
+  int alike(int r, int end) const { return min_of(end, (r / group + 1) * group) - r; }
+
+  // Sets lo, hi, leave and the blocks' ranges.
+  void look_at(int which) {
+    chunk = which;
     for (int b = 0; b < num_blocks; ++b) {
       RowBlock& block = blocks[b];
-      block.some_lo = kChunk, block.some_hi = 0, block.all_lo = 0, block.all_hi = kChunk;
+      block.some_lo = kChunk, block.some_hi = 0, block.all_lo = 0, block.all_hi = kChunk, block.table_hi = 0;
       for (int r = block.first; r < block.first + block.count; ++r) {
         lo[r] = max_of(first[r] - chunk * kChunk, 0);
         hi[r] = min_of(last[r] - chunk * kChunk, kChunk);
         if (lo[r] >= hi[r]) {
-          lo[r] = hi[r] = 0;
+          lo[r] = hi[r] = leave[r] = 0;
           continue;
         }
         block.some_lo = min_of(block.some_lo, lo[r]), block.some_hi = max_of(block.some_hi, hi[r]);
-        block.all_lo = max_of(block.all_lo, lo[r]), block.all_hi = min_of(block.all_hi, hi[r]);
+        leave[r] = min_of(max_of(in_order[r] - chunk * kChunk, lo[r]), hi[r]);
+        block.all_lo = max_of(block.all_lo, lo[r]), block.all_hi = min_of(block.all_hi, leave[r]);
+        block.table_hi = max_of(block.table_hi, leave[r]);
       }
       block.all_hi = max_of(block.all_hi, block.all_lo);
     }

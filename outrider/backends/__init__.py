@@ -48,6 +48,8 @@ class StepBatch(Protocol):
     def block_tables(self) -> NDArray[np.int32]: ...
     @property
     def logits_indices(self) -> NDArray[np.int32]: ...
+    @property
+    def parents(self) -> NDArray[np.int32]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +65,12 @@ class Executable(Protocol):
 
     kv_bytes_per_block: int
 
-    def run(self, batch: StepBatch) -> ModelOutput:
-        """One step. Raises ValueError, having changed nothing, when the batch is out of range."""
+    def run(self, batch: StepBatch, hidden: NDArray[np.float32] | None = None) -> ModelOutput:
+        """One step. Raises ValueError, having changed nothing, when the batch is out of range. `hidden`
+        [num_tokens, width] is for models that read hidden states."""
+
+    def move_slots(self, from_slots: NDArray[np.int32], to_slots: NDArray[np.int32]) -> None:
+        """Copy the keys and values of every layer from slot to slot, one after the other in this order."""
 
 
 class Backend(Protocol):

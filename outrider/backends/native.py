@@ -238,9 +238,10 @@ class NativeExecutable:
         self.program = program
         self.cache = cache
         self.kv_bytes_per_block = cache.nbytes // cache.num_blocks if cache else 0
+        self.outputs = outputs  # the program's buffers of logits and, if asked for, hidden states
         self._outputs: list[NDArray[np.float32]] = [program.array(buffer) for buffer in outputs]
 
-    def run(self, batch: StepBatch) -> ModelOutput:
+    def run(self, batch: StepBatch, hidden: NDArray[np.float32] | None = None) -> ModelOutput:
         """One step; the next overwrites the arrays returned. ValueError if the batch is out of range."""
         self.program.run(
             batch.token_ids,
@@ -250,7 +251,14 @@ class NativeExecutable:
             batch.seq_lens,
             batch.block_tables,
             batch.logits_indices,
+            batch.parents,
+            hidden,
         )
         logits = self._outputs[0][: len(batch.logits_indices)]
-        hidden = self._outputs[1][: len(batch.token_ids)] if len(self._outputs) > 1 else None
-        return ModelOutput(logits, hidden)
+        own = self._outputs[1][: len(batch.token_ids)] if len(self._outputs) > 1 else None
+        return ModelOutput(logits, own)
+
+    def move_slots(self, from_slots: NDArray[np.int32], to_slots: NDArray[np.int32]) -> None:
+        """See `Executable.move_slots`."""
+        if self.cache is not None:
+            self.cache.move_slots(from_slots, to_slots)

@@ -7,7 +7,7 @@ are held against. It keeps its own paged cache and runs the very same batches as
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -136,6 +136,13 @@ class TorchExecutable:
             hidden = ops.hidden(self._hidden) if self._hidden else None
         return ModelOutput(self._to_numpy(logits), None if hidden is None else self._to_numpy(hidden))
 
+    def move_slots(self, from_slots: np.ndarray, to_slots: np.ndarray) -> None:
+        """See `Executable.move_slots`."""
+        for layers in (self.cache.keys, self.cache.values):
+            for stored in layers.values():
+                for source, target in zip(from_slots.tolist(), to_slots.tolist(), strict=True):
+                    stored[target] = stored[source]
+
     def run_exact(self, batch: StepBatch) -> np.ndarray:
         """The logits of one step in the backend's own type, not rounded to float32."""
         _check(batch, self.cache, self._limits)
@@ -161,6 +168,9 @@ def _check(batch: StepBatch, cache: TorchKVCache, limits: tuple[int, int, int]) 
     require(len(batch.logits_indices) <= max_logits_rows, f"at most {max_logits_rows} rows of logits")
     require(len(batch.positions) == len(batch.slot_mapping) == num_rows, "one position and slot a row")
     require(batch.query_start_loc[-1] == num_rows, "query_start_loc must end with the number of rows")
+    require(len(batch.parents) in (0, num_rows), "one parent a row, or none")
+    for row, parent in enumerate(batch.parents.tolist()):
+        require(-1 <= parent < row, "a parent must be -1 or an earlier row")
     for name, values, limit in (
         ("positions", batch.positions, max_position),
         ("slot_mapping", batch.slot_mapping, cache.num_blocks * cache.block_size),
@@ -261,25 +271,27 @@ class TorchOps:
         # Heads of a group lie side by side: [rows, kv_heads, group, head_dim].
         queries = q.unflatten(-1, (num_kv_heads, num_heads // num_kv_heads, head_dim))
         out = torch.empty_like(queries)
-        starts = self._batch.query_start_loc
-        for request, (begin, end) in enumerate(itertools.pairwise(starts)):
-            if begin == end:
-                continue
-            positions = self._indices(self._batch.positions[begin:end], q.device)
-            context = self._context_slots(request, q.device)
-            out[begin:end] = self._attend(
-                queries[begin:end], keys[context], values[context], positions, scale, window
-            )
+        for rows, context_slots in self._contexts():
+            positions = self._indices(self._batch.positions[rows], q.device)
+            context = self._indices(context_slots, q.device)
+            out[rows] = self._attend(queries[rows], keys[context], values[context], positions, scale, window)
         return out.flatten(1)
 
-    def _context_slots(self, request: int, device: torch.device) -> TorchTensor:
-        """The slot of every position of a request."""
-        block_size = self._cache.block_size
-        positions = np.arange(self._batch.seq_lens[request])
-        table = self._batch.block_tables[request].astype(np.int64)
-        return torch.from_numpy(table[positions // block_size] * block_size + positions % block_size).to(
-            device
-        )
+    def _contexts(self) -> Iterator[tuple[slice, np.ndarray]]:
+        """Runs of rows, and the slot where each of them finds every position that it may see."""
+        batch, block_size = self._batch, self._cache.block_size
+        for request, (begin, end) in enumerate(itertools.pairwise(batch.query_start_loc.tolist())):
+            at = np.arange(batch.seq_lens[request])
+            slots = batch.block_tables[request, at // block_size] * block_size + at % block_size
+            if not len(batch.parents):
+                yield slice(begin, end), slots
+                continue
+            for row in range(begin, end):  # each has a path of its own
+                own, node = slots.copy(), row
+                while node >= 0:
+                    own[batch.positions[node]] = batch.slot_mapping[node]
+                    node = batch.parents[node]
+                yield slice(row, row + 1), own[: batch.positions[row] + 1]
 
     def _attend(
         self,

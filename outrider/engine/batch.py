@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.engine.scheduler import Plan
+from outrider.spec_decode.proposer import Drafts
 
 Int32 = NDArray[np.int32]
 
@@ -30,20 +31,25 @@ class SamplingBatch:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step, complete. Rows of a request stand together, in position order."""
+    """One step, complete. Rows of a request stand together, each behind the row whose token it follows.
+
+    Row i of a request goes to the i-th slot from its first row's on. For committed tokens and a chain of
+    drafts that is the slot of the position; nodes of a tree that share a position need a slot each.
+    """
 
     token_ids: Int32  # [num_tokens]
     positions: Int32  # [num_tokens]
     slot_mapping: Int32  # [num_tokens] where the row's keys and values go
     query_start_loc: Int32  # [num_requests + 1]
-    seq_lens: Int32  # [num_requests] tokens that exist after this step's rows, drafts included
+    seq_lens: Int32  # [num_requests] slots in use after this step's rows, one for every draft
     block_tables: Int32  # [num_requests, max_blocks] padded with 0
     logits_indices: Int32  # [num_logits] rows whose logits are needed
+    parents: Int32  # [num_tokens] row of the token before, -1: it is cached already; empty without trees
     sampling: SamplingBatch
 
 
 def build_batch(plan: Plan, block_size: int) -> Batch:
-    """The arrays of `plan`. Drafts must be chains.
+    """The arrays of `plan`.
 
     Made of lists, and all integers travel into one array whose parts the batch shows: most steps have few
     rows, and there an array's set-up costs more than the loop it saves.
@@ -60,6 +66,7 @@ def build_batch(plan: Plan, block_size: int) -> Batch:
     draw_positions: list[int] = []
     prefix_start = [0]
     prefix_ids: list[int] = []
+    trees: dict[int, Drafts] = {}  # by the row of the token that the tree continues
     tables = np.zeros((len(rows), max([len(row.request.block_table) for row in rows])), np.int32)
     for i, row in enumerate(rows):
         request, draft_ids = row.request, row.drafts.token_ids
@@ -76,10 +83,19 @@ def build_batch(plan: Plan, block_size: int) -> Batch:
             num_rows = len(draft_ids) + 1
             logits_indices += range(len(token_ids) - num_rows, len(token_ids))
             row_state += [len(states)] * num_rows
-            draw_positions += range(end - num_rows + 1, end + 1)
             states.append(request.sampling_state)
-            for depth in range(num_rows):
-                prefix_ids += draft_ids[:depth]
+            if row.drafts.is_chain:
+                draw_positions += range(end - num_rows + 1, end + 1)
+                for depth in range(num_rows):
+                    prefix_ids += draft_ids[:depth]
+                    prefix_start.append(len(prefix_ids))
+                continue
+            trees[len(token_ids) - num_rows] = row.drafts
+            paths = _paths(row.drafts)
+            draw_positions += [end - num_rows + 1 + len(path) for path in paths]
+            positions[1 - num_rows :] = [position - 1 for position in draw_positions[1 - num_rows :]]
+            for path in paths:
+                prefix_ids += path
                 prefix_start.append(len(prefix_ids))
     parts = _as_arrays(
         token_ids,
@@ -91,6 +107,7 @@ def build_batch(plan: Plan, block_size: int) -> Batch:
         row_state,
         prefix_start,
         prefix_ids,
+        _parents(trees, query_start_loc) if trees else [],
     )
     return Batch(
         token_ids=parts[0],
@@ -100,8 +117,27 @@ def build_batch(plan: Plan, block_size: int) -> Batch:
         seq_lens=parts[4],
         block_tables=tables,
         logits_indices=parts[5],
+        parents=parts[9],
         sampling=SamplingBatch(states, parts[6], np.array(draw_positions, np.int64), parts[7], parts[8]),
     )
+
+
+def _paths(drafts: Drafts) -> list[list[int]]:
+    """The drafted tokens that lead to the committed token (none) and to each node, its own included."""
+    paths: list[list[int]] = [[]]
+    for token_id, parent in zip(drafts.token_ids, drafts.parents, strict=True):
+        paths.append([*paths[parent + 1], token_id])
+    return paths
+
+
+def _parents(trees: dict[int, Drafts], query_start_loc: list[int]) -> list[int]:
+    """Every row's parent: the row before it, but in trees."""
+    parents = list(range(-1, query_start_loc[-1] - 1))
+    for first in query_start_loc[:-1]:
+        parents[first] = -1
+    for root, drafts in trees.items():
+        parents[root + 1 : root + 1 + len(drafts)] = [root + 1 + parent for parent in drafts.parents]
+    return parents
 
 
 def _as_arrays(*lists: list[int]) -> list[Int32]:
