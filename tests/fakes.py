@@ -7,6 +7,7 @@ leaked draft changes tokens. `plain_decode` says what each request must get.
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import time
@@ -63,6 +64,7 @@ class HashModel:
         self.slots: list[tuple[int, int]] = [(-7, -7)] * (num_blocks * block_size)
         self.nan_after = nan_after  # context of these tokens: logits are NaN
         self.num_steps = 0
+        self.num_moves = 0
 
     def run(self, batch: Batch) -> HashOutput:
         self.num_steps += 1
@@ -72,24 +74,34 @@ class HashModel:
             slots[slot] = (tokens[row], positions[row])
         states: list[int] = []
         contexts: list[tuple[int, ...]] = []
-        starts = batch.query_start_loc.tolist()
-        for i, seq_len in enumerate(batch.seq_lens.tolist()):
+        starts, parents = batch.query_start_loc.tolist(), batch.parents.tolist()
+        where = batch.slot_mapping.tolist()
+        for i, (begin, end) in enumerate(itertools.pairwise(starts)):
             table = batch.block_tables[i].tolist()
-            first = seq_len - (starts[i + 1] - starts[i])
-            state, context = 0, []
-            for position in range(seq_len):
-                token, seen_at = slots[table[position // size] * size + position % size]
-                state = mix(state, token, seen_at)
-                if self.nan_after:
-                    context.append(token)
-                if position >= first:
-                    states.append(state)
-                    contexts.append(tuple(context))
+            state, context = 0, ()
+            for at in range(positions[begin] if begin < end else 0):
+                token, seen_at = slots[table[at // size] * size + at % size]
+                state, context = mix(state, token, seen_at), (*context, token)
+            for row in range(begin, end):
+                parent, at = row - 1, positions[row]
+                slot = table[at // size] * size + at % size
+                if parents:  # a node of a tree is found where it was written
+                    parent, slot = parents[row], where[row]
+                if parent >= begin:
+                    state, context = states[parent], contexts[parent]
+                token, seen_at = slots[slot]
+                states.append(mix(state, token, seen_at))
+                contexts.append((*context, token))
         rows = []
         for index in batch.logits_indices.tolist():
             poisoned = bool(self.nan_after) and contexts[index][: len(self.nan_after)] == self.nan_after
             rows.append([math.nan] * 4 if poisoned else hash_logits(states[index]))
         return HashOutput(np.array(rows, np.float32).reshape(-1, 4))
+
+    def move_slots(self, from_slots: np.ndarray, to_slots: np.ndarray) -> None:
+        for source, target in zip(from_slots.tolist(), to_slots.tolist(), strict=True):
+            self.slots[target] = self.slots[source]
+        self.num_moves += len(from_slots)
 
 
 # --- A sampler in plain Python: the rules of csrc/sampling.h, written for reading ---------------------------
@@ -331,18 +343,35 @@ class ScriptedProposer:
         length = rng.randint(0, limit)
         if self.misbehave and rng.random() < 0.2:
             length = limit + rng.randint(1, 3)
-        tokens = [
-            answer[i] if i < len(answer) and rng.random() < self.hit else rng.randrange(4)
-            for i in range(length)
-        ]
+        parents = tree_parents(rng, length)
+        depths = Drafts((0,) * length, parents).depths()
+        tokens: list[int] = []
+        for i, depth in enumerate(depths):
+            right = depth < len(answer) and rng.random() < self.hit
+            tokens.append(answer[depth] if right else rng.randrange(4))
+            twin = i > 0 and parents[i] == parents[i - 1]
+            if twin and rng.random() < 0.5 and depth < len(answer):  # the right one comes late, or twice
+                tokens[i], tokens[i - 1] = answer[depth], rng.choice([answer[depth], rng.randrange(4)])
         if self.misbehave and tokens and rng.random() < 0.2:
             tokens[-1] = rng.choice([-1, 4, 2**31])
-        survival = [0.9 ** (i + 1) for i in range(length)]
-        if length > 1 and rng.random() < 0.2:
-            parents = tuple(sorted(rng.randrange(-1, i) for i in range(length)))
-            parents = tuple(min(parent, i - 1) for i, parent in enumerate(parents))
-            return Drafts(tuple(tokens), parents, tuple(survival), ("script",) * length)
-        return Drafts.chain(tokens, survival, "script")
+        survival = tuple(0.9 ** (depth + 1) for depth in depths)
+        return Drafts(tuple(tokens), parents, survival, ("script",) * length)
+
+
+def tree_parents(rng: random.Random, size: int) -> tuple[int, ...]:
+    """A tree of any shape that is likely to be got wrong."""
+    shape = rng.choice(["chain", "chain", "any", "pairs", "chains", "star"])
+    parents: list[int] = []
+    for i in range(size):
+        if shape == "any":
+            parents.append(rng.randrange(-1, i))
+        elif shape == "pairs":  # two children at every depth, of which the first or the second goes on
+            parents.append(-1 if i < 2 else parents[-1] if i % 2 else i - rng.choice([1, 2]))
+        elif shape == "star":
+            parents.append(-1)
+        else:
+            parents.append(rng.randrange(-1, i) if shape == "chains" and rng.random() < 0.3 else i - 1)
+    return tuple(parents)
 
 
 class FailingAllocator(KVCacheManager):

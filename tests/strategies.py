@@ -143,7 +143,7 @@ def random_traffic(seed: int, most_requests: int = 8) -> Traffic:
         max_prompt_tokens_beside_decode=rng.randint(1, 20),
         enable_prefix_caching=rng.random() < 0.8,
         enable_chunked_prefill=chunked,
-        max_draft_tokens=rng.randint(0, 6),
+        max_draft_tokens=rng.randint(0, 9),
         hit=rng.choice([0.0, 0.5, 0.8, 1.0]),
         misbehave=rng.random() < 0.2,
     )

@@ -90,6 +90,7 @@ def count_events(engine: Engine, num_steps: int) -> Counter[str]:
             "accepted": accepted,
             "rejected": sum(counts.totals(accepted=False).values()) - accepted,
             "draft errors": engine.drafting.num_errors,
+            "moves": engine.runner.executable.num_moves,
         }
     )
 
@@ -140,7 +141,7 @@ def test_every_stream_equals_plain_decoding_alone() -> None:
     law()
     print(dict(events))
     for name in (
-        "preemptions", "prefix hits", "accepted", "rejected", "draft errors",
+        "preemptions", "prefix hits", "accepted", "rejected", "draft errors", "moves",
         "ended by stop", "ended by length", "ended by abort",
     ):  # fmt: skip
         assert events[name] >= 20, f"{name} hardly happened: {events[name]}"

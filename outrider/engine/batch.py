@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.engine.scheduler import Plan
+from outrider.sampling.verifier import Walk
 from outrider.spec_decode.proposer import Drafts
 
 Int32 = NDArray[np.int32]
@@ -120,6 +122,30 @@ def build_batch(plan: Plan, block_size: int) -> Batch:
         parents=parts[9],
         sampling=SamplingBatch(states, parts[6], np.array(draw_positions, np.int64), parts[7], parts[8]),
     )
+
+
+def moves_of(plan: Plan, walks: Sequence[Walk | None], block_size: int) -> tuple[Int32, Int32] | None:
+    """From which slots to which the keys and values of accepted nodes go, so that they lie in position order
+    like those of any other token. None: they do already, as when every first path was the accepted one.
+
+    A request's moves are in order of depth, so that no slot is overwritten before it has been read.
+    """
+    from_slots: list[int] = []
+    to_slots: list[int] = []
+    for row, walk in zip(plan.rows, walks, strict=True):
+        if walk is None or not walk.path or walk.path[-1] == len(walk.path) - 1:
+            continue
+        first = row.start + row.num_tokens - len(row.drafts)
+        table = row.request.block_table
+        for depth, node in enumerate(walk.path):
+            if node != depth:
+                from_slots.append(_slot(table, first + node, block_size))
+                to_slots.append(_slot(table, first + depth, block_size))
+    return (np.array(from_slots, np.int32), np.array(to_slots, np.int32)) if from_slots else None
+
+
+def _slot(table: Sequence[int], index: int, block_size: int) -> int:
+    return table[index // block_size] * block_size + index % block_size
 
 
 def _paths(drafts: Drafts) -> list[list[int]]:

@@ -206,17 +206,6 @@ class Drafting:
             if len(drafts) > limit:
                 raise ValueError(f"at most {limit} draft tokens are allowed here, got {len(drafts)}")
             drafts.check(self._vocab_size)
-            return _first_path(drafts)
+            return drafts
 
         return self.health.guarded("drafts", check) or NO_DRAFTS
-
-
-def _first_path(drafts: Drafts) -> Drafts:
-    """The chain of first children: attention verifies one path for each request."""
-    if drafts.is_chain:
-        return drafts
-    path: list[int] = []
-    for node, parent in enumerate(drafts.parents):
-        if parent == (path[-1] if path else -1):
-            path.append(node)
-    return drafts.select(path)

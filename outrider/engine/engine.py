@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from outrider.engine.admission import check_request
-from outrider.engine.batch import SamplingBatch, build_batch
+from outrider.engine.batch import SamplingBatch, build_batch, moves_of
 from outrider.engine.drafting import Drafting
 from outrider.engine.metrics import EngineMetrics
 from outrider.engine.output import OutputStream, Vocabulary, final_output, step_output
@@ -124,7 +124,10 @@ class Engine:
         batch = build_batch(plan, self.scheduler.kv_cache.block_size)
         output = self.runner.run(batch)
         sampled = self.sampler.sample(output.logits, batch.sampling)
-        results = self.scheduler.update(plan, verify_plan(plan, sampled.token_ids, self._accept_policy))
+        walks = verify_plan(plan, sampled.token_ids, self._accept_policy)
+        if (moves := moves_of(plan, walks, self.scheduler.kv_cache.block_size)) is not None:
+            self.runner.move_slots(*moves)
+        results = self.scheduler.update(plan, walks)
         self.drafting.observe(results, output.hidden)
         self.drafting.propose(self.scheduler.running, self.scheduler.num_prompt_tokens_next())
         end = time.monotonic()

@@ -24,6 +24,7 @@ class Executable(Protocol):
     """A compiled model: what a backend gives."""
 
     def run(self, batch: Batch) -> ModelOutput: ...
+    def move_slots(self, from_slots: NDArray[np.int32], to_slots: NDArray[np.int32]) -> None: ...
 
 
 class Runner:
@@ -39,3 +40,9 @@ class Runner:
         output = self.executable.run(batch)
         self.seconds += time.perf_counter() - begin
         return output
+
+    def move_slots(self, from_slots: NDArray[np.int32], to_slots: NDArray[np.int32]) -> None:
+        """Copy keys and values of every layer from slot to slot, one after the other in this order."""
+        begin = time.perf_counter()
+        self.executable.move_slots(from_slots, to_slots)
+        self.seconds += time.perf_counter() - begin
