@@ -16,11 +16,13 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import planted_tree_faults  # noqa: F401 (its faults are on the list once it is imported)
 import pytest
 import test_kv_cache
 from fakes import ReferenceSampled, ReferenceSampler, ReferenceState
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
+from planting import FAULTS, Patch, fault
 from strategies import random_traffic
 from test_lossless import run_traffic
 
@@ -35,15 +37,6 @@ from outrider.engine.state import Request
 from outrider.request import FinishReason
 from outrider.sampling.verifier import Walk
 from outrider.spec_decode.proposer import Drafts
-
-Patch = pytest.MonkeyPatch
-FAULTS: dict[str, Callable[[Patch], None]] = {}
-
-
-def fault(plant: Callable[[Patch], None]) -> Callable[[Patch], None]:
-    FAULTS[plant.__name__.replace("_", " ")] = plant
-    return plant
-
 
 # --- The sampler and the walk ------------------------------------------------------------------------
 
