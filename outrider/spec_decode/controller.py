@@ -75,7 +75,8 @@ class Controller:
         self._min_gain = min_gain
         self._clock = clock
         self._table = AcceptanceTable()
-        self._draft_cost = DraftCost(cost.curve(self.PLAIN_CONTEXT, 1)[1])
+        curve = cost.curve(self.PLAIN_CONTEXT, 9)
+        self._draft_cost = DraftCost(curve[1], (curve[9] - curve[1]) / 8)
         self._model_steps = ModelSteps(cost, self._draft_cost, max_model_steps)
         self._requests: dict[str, _Tracked] = {}
         self._is_speculating = False
@@ -99,13 +100,12 @@ class Controller:
         model_steps, this = self._model_steps, self._round
         names = [request.request_id for request in requests]
         tracked = [self._track(name) for name in names]
-        factors = [_model_factor(one.shifts) for one in tracked]
         needs = [
             self._need(free, one.shifts) if free.token_ids else 1.0
             for free, one in zip(drafts, tracked, strict=True)
         ]
-        shape = (this.num_requests, this.num_rows, this.context)
-        steps, this.is_probe = model_steps.choose(names, needs, factors, shape)
+        model_steps.begin_round(this.num_requests, this.num_rows, this.context)
+        steps, this.is_probe = model_steps.choose(names, needs, this.num_requests)
         for name, one, num in zip(names, tracked, steps, strict=True):
             if num:
                 this.steps[name] = num
@@ -187,12 +187,14 @@ class Controller:
         )
         if this.is_probe:
             self._model_steps.spend(self.model_seconds)
+        else:
+            self._model_steps.observe_drafting(this.num_new)
         for name, drafts in zip(request_ids, proposals, strict=True):
             num = this.steps.get(name, 0)
             if num:
-                survivals = _model_path(drafts, self._table.calibrate(drafts))
+                survivals = _model_path(drafts, self._table.calibrate(drafts, self._track(name).shifts))
                 if survivals is not None:
-                    self._model_steps.record(survivals, num)
+                    self._model_steps.record(name, survivals, num)
 
     def _best_number(
         self, survival: Iterable[float], num_nodes: int, num_requests: int, other_rows: int, context: int
@@ -215,7 +217,9 @@ class Controller:
         if best <= needed:
             chosen, best = 0, plain
         self._is_speculating = chosen > 0
-        self._remember(num_requests, num_nodes, chosen, best * (seconds[base] / num_requests))
+        gain = best * seconds[base] / num_requests
+        self._model_steps.observe_admission(gain, chosen)
+        self._remember(num_requests, num_nodes, chosen, gain)
         return chosen
 
     def _remember(self, num_requests: int, num_proposed: int, num_admitted: int, gain: float) -> None:
@@ -262,14 +266,6 @@ class Controller:
         if self._model_steps.max_steps:
             stats["model_drafting"] = self._model_steps.stats()
         return stats
-
-
-def _model_factor(shifts: dict[str, RequestOdds]) -> float:
-    """A request's factor on the odds of a model's drafts."""
-    for name, shift in shifts.items():
-        if name in MODEL_SOURCES:
-            return shift.factor
-    return 1.0
 
 
 def _model_path(drafts: Drafts, alive: Sequence[float]) -> list[float] | None:

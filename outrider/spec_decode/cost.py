@@ -90,15 +90,22 @@ class DraftCost:
     with a guess in parts of the plain step and believes what it sees.
     """
 
-    GUESS = (0.03, 0.08, 0.02, 0.05)  # of a plain step: once, for each call, each row, each new request
+    GUESS = (0.03, 0.08, 0.1, 0.05)  # once, each call, each row, each new request: parts of a plain step,
+    # except the row: a part of what a row adds to a step
     NOISE = 0.2  # of an observation, as a part of it
     DRIFT = 0.002  # of a coefficient's variance, an observation
     MOST_SURPRISE = 3.0  # how many times the expectation an observation may count
 
-    def __init__(self, plain_seconds: float) -> None:
-        self._guess = [part * plain_seconds for part in self.GUESS]
+    def __init__(self, plain_seconds: float, row_seconds: float) -> None:
+        """The times of the target: a step of one row, and a row more."""
+        once, call, row, new = self.GUESS
+        row_seconds = max(row_seconds, 0.01 * plain_seconds)
+        self._guess = [once * plain_seconds, call * plain_seconds, row * row_seconds, new * plain_seconds]
         self._theta = list(self._guess)
-        self._cov = [[guess**2 if i == j else 0.0 for j in range(4)] for i, guess in enumerate(self._guess)]
+        # A row may also cost much more than guessed: a fifth of a call.
+        self._doubt = [*self._guess[:2], max(self._guess[2], 0.2 * self._guess[1]), self._guess[3]]
+        self._cov = _diagonal(self._doubt)
+        self._num_surprises = 0  # in a row
         self.num_observed = 0
 
     def seconds(self, num_calls: int, num_rows: int, num_new: int = 0) -> float:
@@ -110,23 +117,31 @@ class DraftCost:
     def per_row(self) -> float:
         return self._theta[2]
 
+    @property
+    def per_new_request(self) -> float:
+        return self._theta[3]
+
     def observe(self, num_calls: int, num_rows: int, num_new: int, seconds: float) -> None:
         """That many calls with that many rows in all took so long."""
         if not num_calls or not seconds > 0:
             return
         expected = self.seconds(num_calls, num_rows, num_new)
-        seconds = max(expected / self.MOST_SURPRISE, min(expected * self.MOST_SURPRISE, seconds))
+        limited = max(expected / self.MOST_SURPRISE, min(expected * self.MOST_SURPRISE, seconds))
+        self._num_surprises = self._num_surprises + 1 if limited != seconds else 0
+        if self._num_surprises >= 3:  # no accident: the drafter has changed
+            self._cov = _diagonal([max(pair) for pair in zip(self._theta, self._doubt, strict=True)])
+        seconds = limited
         x = (1.0, float(num_calls), float(num_rows), float(num_new))
         spread = [sum(map(mul, row, x)) for row in self._cov]
         total = sum(map(mul, spread, x)) + (self.NOISE * seconds) ** 2
         surprise = (seconds - expected) / total
         for i, row in enumerate(self._cov):
-            guess, gain = self._guess[i], spread[i] / total
-            self._theta[i] = max(self._theta[i] + spread[i] * surprise, 1e-3 * guess)
+            gain = spread[i] / total
+            self._theta[i] = max(self._theta[i] + spread[i] * surprise, 1e-3 * self._guess[i])
             for j in range(4):
                 row[j] -= gain * spread[j]
-            # Costs change with the machine's load: certainty fades, down to that of the guess.
-            row[i] = min(row[i] + self.DRIFT * guess**2, guess**2)
+            # Costs change with the machine's load: certainty fades.
+            row[i] += self.DRIFT * self._doubt[i] ** 2
         self.num_observed += 1
 
     def stats(self) -> dict[str, Any]:
@@ -138,3 +153,7 @@ class DraftCost:
             "new_request_seconds": new,
             "observed": self.num_observed,
         }
+
+
+def _diagonal(deviations: list[float]) -> list[list[float]]:
+    return [[value**2 if i == j else 0.0 for j in range(4)] for i, value in enumerate(deviations)]
