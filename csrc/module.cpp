@@ -13,6 +13,7 @@ void bind_runtime(nb::module_& m);    // thread pool, programs, KV cache
 void bind_attention(nb::module_& m);  // attention and element-wise ops as test entry points
 void bind_sampling(nb::module_& m);   // the sampler
 void bind_drafts(nb::module_& m);     // draft indexes
+void bind_draft_head(nb::module_& m); // drafting with a head that reads hidden states
 void bind_ceilings(nb::module_& m);   // what the machine can do at best
 
 NB_MODULE(_native, m) {
@@ -29,5 +30,6 @@ NB_MODULE(_native, m) {
   bind_attention(m);
   bind_sampling(m);
   bind_drafts(m);
+  bind_draft_head(m);
   bind_ceilings(m);
 }

@@ -52,6 +52,13 @@ class SamplerState {
   // [vocab], filled. `raw` is never written.
   const float* process(const float* raw, int64_t vocab, TokenSpan prefix, float* scratch) const;
 
+  // Whether `process` gives the raw row back, after a prefix of this size.
+  bool is_plain(int64_t prefix_size) const {
+    return !(penalties_ && (!seen_.empty() || prefix_size > 0)) && params_.logit_bias_ids.empty() &&
+           params_.bad_words.empty() &&
+           (num_output_ + prefix_size >= params_.min_tokens || params_.masked_until_min_tokens.empty());
+  }
+
   const SamplerParams& params() const { return params_; }
   int32_t largest_id() const { return largest_id_; }  // of all ids given: the vocabulary must be larger
   int64_t num_output() const { return num_output_; }
@@ -107,6 +114,33 @@ struct RowLogprobs {
 // `logprobs` may be null; it is of the raw logits.
 int32_t sample_row(const float* logits, int64_t vocab, const SamplerState& state, TokenSpan prefix,
                    int64_t position, RowLogprobs* logprobs);
+
+// The tokens that a drafter knows: ascending ids, and of each 128 ids of the vocabulary the first that it knows.
+class DraftVocabulary {
+ public:
+  DraftVocabulary(std::vector<int32_t> ids, int64_t vocab_size);
+  int64_t size() const { return static_cast<int64_t>(ids_.size()); }
+  int64_t vocab_size() const { return vocab_size_; }
+  const int32_t* ids() const { return ids_.data(); }
+  int64_t num_groups() const { return static_cast<int64_t>(first_.size()) - 1; }
+  int64_t first(int64_t group) const { return first_[static_cast<size_t>(group)]; }
+
+ private:
+  std::vector<int32_t> ids_;
+  std::vector<int64_t> first_;
+  int64_t vocab_size_;
+};
+
+struct DraftToken {
+  int32_t id = -1;  // -1: the row holds no distribution
+  float probability = 0;
+};
+
+// The token that a drafter draws from logits [vocabulary.size()], as sample_row would with the same noise, and its
+// probability among the tokens of the vocabulary at the request's temperature (at 0: at temperature 1). Nothing
+// depends on a draft, so very unlikely tokens may be left out of the draw.
+DraftToken draft_row(const float* logits, const DraftVocabulary& vocabulary, const SamplerState& state,
+                     TokenSpan prefix, int64_t position);
 
 struct SampleBatch {
   const float* logits;  // [rows, vocab]

@@ -83,6 +83,9 @@ class Row {
 
   Cut filter(int32_t top_k, double top_p, double min_p);
   int32_t draw(const Cut& cut, uint64_t seed, int64_t position) const;
+  // As `draw`, for columns that stand for the ids of a vocabulary -> a column.
+  int64_t draw_column(const DraftVocabulary& vocabulary, const Cut& cut, uint64_t seed, int64_t position) const;
+  double probability(int64_t column) const;
   // The first `count` in order, sorted.
   void top(int64_t count, std::vector<Candidate>& result) const;
 
@@ -270,6 +273,54 @@ int32_t Row::draw(const Cut& cut, uint64_t seed, int64_t position) const {
   return race.winner();
 }
 
+// Tokens below the likely ones win this seldom at most when their luck is not looked at, in 64ths.
+constexpr uint64_t kTailShare = 64;
+
+int64_t Row::draw_column(const DraftVocabulary& vocabulary, const Cut& cut, uint64_t seed, int64_t position) const {
+  const int32_t* ids = vocabulary.ids();
+  const Noise noise(seed, position);
+  const Cut cut_of_ids{cut.value, cut.id == kAnyId ? kAnyId : ids[cut.id]};
+  Race race(noise, cut_of_ids);
+  race.enter(0.0f, ids[argmax()]);
+  float high = kInfinity, low = 0.0f;
+  uint64_t likely = 0;
+  while (race.floor() < high) {
+    low = std::max(race.floor(), low - kSlab);
+    const int64_t count = gather(low, high);
+    for (int64_t i = 0; i < count; ++i) race.enter(scratch_.scaled[i], ids[scratch_.ids[i]]);
+    kernels_.weights(scratch_.scaled.data(), count, scratch_.weights.data());
+    for (int64_t i = 0; i < count; ++i) likely += scratch_.weights[i];
+    high = low;
+  }
+  const auto column_of = [&](int32_t id, const int32_t* begin, const int32_t* end) {
+    const int32_t* place = std::lower_bound(begin, end, id);
+    return place != end && *place == id ? place - ids : int64_t{-1};
+  };
+  const uint64_t total = kernels_.sum_weights(logits_, scratch_.maxima.data(), vocab_, offset_, inv_t_);
+  if (cut.value < high && total - std::min(total, likely) > total / kTailShare) {
+    int32_t lucky[128];
+    for (int64_t group = 0; group < vocabulary.num_groups(); ++group) {
+      const int32_t *begin = ids + vocabulary.first(group), *end = ids + vocabulary.first(group + 1);
+      if (begin == end) continue;
+      const int count = kernels_.top_noise(seed, position, static_cast<uint32_t>(group * 8), lucky);
+      for (int i = 0; i < count; ++i) {
+        const int64_t column = column_of(lucky[i], begin, end);
+        if (column >= 0 && value(column) < high) race.enter(value(column), lucky[i], 255);
+      }
+    }
+  }
+  return column_of(race.winner(), ids, ids + vocabulary.size());
+}
+
+// Of a column, among all; after `scale`.
+double Row::probability(int64_t column) const {
+  const float scaled = value(column);
+  uint32_t weight;
+  kernels_.weights(&scaled, 1, &weight);
+  const uint64_t total = kernels_.sum_weights(logits_, scratch_.maxima.data(), vocab_, offset_, inv_t_);
+  return total > 0 ? static_cast<double>(weight) / static_cast<double>(total) : 0.0;
+}
+
 void measure_logprobs(const SamplingKernels& kernels, Scratch& scratch, const float* logits, int64_t vocab,
                       int32_t token, int32_t num_top, RowLogprobs& out) {
   const Row row(kernels, scratch, logits, vocab);
@@ -308,6 +359,40 @@ int32_t sample_row(const float* logits, int64_t vocab, const SamplerState& state
   if (logprobs && params.num_logprobs >= 0)
     measure_logprobs(kernels, scratch, logits, vocab, token, params.num_logprobs, *logprobs);
   return token;
+}
+
+DraftVocabulary::DraftVocabulary(std::vector<int32_t> ids, int64_t vocab_size)
+    : ids_(std::move(ids)), vocab_size_(vocab_size) {
+  for (int64_t group = 0; group * 128 < vocab_size_ + 128; ++group)
+    first_.push_back(std::lower_bound(ids_.begin(), ids_.end(), static_cast<int32_t>(group * 128)) - ids_.begin());
+}
+
+DraftToken draft_row(const float* logits, const DraftVocabulary& vocabulary, const SamplerState& state,
+                     TokenSpan prefix, int64_t position) {
+  static thread_local Scratch scratch;
+  static thread_local std::vector<float> wide;
+  static const SamplingKernels& kernels = OUTRIDER_SELECT_KERNELS(sampling_kernels);
+  const SamplerParams& params = state.params();
+  const bool is_greedy = params.temperature == 0.0f;
+  const float inv_t = is_greedy ? 1.0f : std::min(std::max(1.0f / params.temperature, 1e-30f), 1e30f);
+  const bool is_plain = state.is_plain(prefix.size);
+  const int64_t size = is_plain ? vocabulary.size() : vocabulary.vocab_size();
+  scratch.reserve(size);
+  if (!is_plain) {  // as the sampler, with the unknown tokens masked
+    wide.assign(static_cast<size_t>(size), -kInfinity);
+    for (int64_t i = 0; i < vocabulary.size(); ++i) wide[static_cast<size_t>(vocabulary.ids()[i])] = logits[i];
+    logits = state.process(wide.data(), size, prefix, scratch.row.data());
+  }
+  Row row(kernels, scratch, logits, size);
+  if (!row.is_valid()) return {};
+  row.scale(inv_t);
+  int64_t column = row.argmax();
+  if (!is_greedy) {
+    const Cut cut = row.filter(params.top_k, params.top_p, params.min_p);
+    column = is_plain ? row.draw_column(vocabulary, cut, params.seed, position) : row.draw(cut, params.seed, position);
+  }
+  return {is_plain ? vocabulary.ids()[column] : static_cast<int32_t>(column),
+          static_cast<float>(row.probability(column))};
 }
 
 void sample_batch(const SampleBatch& batch, int32_t* token_ids, RowLogprobs* logprobs) {

@@ -46,21 +46,37 @@ class SpeculativeConfig:
     """How drafts are made and how many are verified. It never changes a token."""
 
     method: str = option(
-        "auto", "source of drafts", choices=("auto", "ngram", "naive", "off"),
-        later=("mtp", "suffix", "draft_model"), rename={"ngram_match": "ngram"},
+        "auto", "source of drafts", choices=("auto", "mtp", "ngram", "suffix", "draft_model", "naive", "off"),
+        rename={"ngram_match": "ngram"},
     )  # fmt: skip
     num_speculative_tokens: int | None = option(None, "most draft tokens a request and step", low=1, high=32)
-    num_model_steps: int | None = option(None, "recursive MTP steps", low=1, high=8, later=())
-    mtp_strategy: str = option("default", "MTP alone, or with an n-gram tail", later=("with_ngram",))
-    model: str | None = option(None, "MTP head or draft model", later=())
-    quantization: str | None = option(None, "quantisation of the drafter", later=())
+    num_model_steps: int | None = option(None, "recursive MTP steps (default: as trained)", low=1, high=8)
+    mtp_strategy: str = option(
+        "default", "MTP alone, or with an n-gram tail", choices=("default", "with_ngram")
+    )
+    hidden_source: str | None = option(
+        None, "hidden states that the MTP head reads: before or after the final norm (default: as it says)",
+        choices=("pre_norm", "post_norm"),
+    )  # fmt: skip
+    model: str | None = option(None, "MTP head (default: the model's own) or draft model")
+    quantization: str | None = option(
+        None, "quantisation of the drafter's matrices (default: wint8)", choices=("wint4", "wint8", "none")
+    )
     prompt_lookup_max: int = option(5, "longest matched n-gram", low=1, high=64, aliases=("max_ngram_size",))
     prompt_lookup_min: int = option(2, "shortest matched n-gram", low=1, high=64, aliases=("min_ngram_size",))
-    suffix_decoding_max_tree_depth: int = option(64, "depth of the suffix tree", low=1, later=())
-    suffix_decoding_max_cached_requests: int = option(10000, "outputs kept in the tree", low=-1, later=())
-    suffix_decoding_max_spec_factor: float = option(1.0, "drafts per matched token", above=0, later=())
-    suffix_decoding_min_token_prob: float = option(0.1, "least probability", low=0, high=1, later=())
-    draft_memory: str = option("tenant", "who shares drafts", later=("request", "global"))
+    suffix_decoding_max_tree_depth: int = option(64, "depth of the suffix trees", low=2, high=1024)
+    suffix_decoding_max_cached_requests: int = option(
+        10000, "past outputs kept; -1: as many as the memory for them (128 MiB) holds", low=-1
+    )
+    suffix_decoding_max_spec_factor: float = option(1.0, "most draft tokens for each matched token", above=0)
+    suffix_decoding_min_token_prob: float = option(
+        0.1, "a draft ends where its tokens get less likely than this", low=0, high=1
+    )
+    draft_memory: str = option(
+        "tenant", "whose past outputs a request's drafts may come from",
+        choices=("request", "tenant", "global"),
+    )  # fmt: skip
+    draft_memory_file: str | None = option(None, "where past outputs survive a restart")
     adaptive: bool = option(True, "false: always verify exactly what was proposed")
     tree: int | str = option(
         "auto", "drafts may branch: auto, off, or the most nodes", choices=("auto", "off"), low=1, high=256
@@ -77,6 +93,37 @@ class SpeculativeConfig:
     KEYS_BY_METHOD: typing.ClassVar[dict[str, frozenset[str]]] = {
         "naive": frozenset({"verify_strategy"}),
         "off": frozenset({"verify_strategy"}),
+        "mtp": frozenset(
+            {
+                "num_speculative_tokens",
+                "num_model_steps",
+                "mtp_strategy",
+                "hidden_source",
+                "model",
+                "quantization",
+            }
+            | {
+                "prompt_lookup_max",
+                "prompt_lookup_min",
+                "adaptive",
+                "tree",
+                "accept_policy",
+                "verify_strategy",
+            }
+        ),
+        "draft_model": frozenset(
+            {"num_speculative_tokens", "model", "quantization", "adaptive", "tree"}
+            | {"accept_policy", "verify_strategy"}
+        ),
+        "suffix": frozenset(
+            {
+                "num_speculative_tokens",
+                "suffix_decoding_max_tree_depth",
+                "suffix_decoding_max_cached_requests",
+            }
+            | {"suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob", "draft_memory"}
+            | {"draft_memory_file", "adaptive", "tree", "accept_policy", "verify_strategy"}
+        ),
         "ngram": frozenset(
             {"num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min", "adaptive", "tree"}
             | {"accept_policy", "verify_strategy"}
@@ -90,6 +137,21 @@ class SpeculativeConfig:
             raise ConfigError(
                 f"prompt_lookup_min must be at most prompt_lookup_max ({self.prompt_lookup_max}), "
                 f"got {self.prompt_lookup_min}; change either in --speculative-config"
+            )
+        if self.method == "draft_model" and self.model is None:
+            raise ConfigError(
+                "method 'draft_model' needs model, a smaller model with the same tokenizer; add it to "
+                "--speculative-config"
+            )
+        if self.draft_memory_file is not None and self.draft_memory == "request":
+            raise ConfigError(
+                "draft_memory 'request' keeps no past outputs, so it has no use for draft_memory_file; "
+                "change either in --speculative-config"
+            )
+        if (self.num_model_steps or 0) > (self.num_speculative_tokens or 32):
+            raise ConfigError(
+                f"num_model_steps must be at most num_speculative_tokens ({self.num_speculative_tokens}), "
+                f"got {self.num_model_steps}; change either in --speculative-config"
             )
 
     def check_keys(self, keys: Iterable[str]) -> None:

@@ -38,6 +38,9 @@ class Ops(Protocol):
     def embedding(self, weight: Weight) -> Array:
         """Rows of `weight` [vocab, hidden] for the step's token ids -> [rows, hidden]."""
 
+    def hidden_rows(self, width: int) -> Array:
+        """The hidden states that are handed in with the step, one for each row -> [rows, width]."""
+
     def linear(self, x: Array, weight: Weight, bias: Weight | None = None) -> Array:
         """x [rows, k] times weight [n, k] transposed, plus bias [n] -> [rows, n]."""
 

@@ -92,6 +92,9 @@ class RecordingOps:
         self.nodes.append(node)
         return View(node.out, 0, width)
 
+    def hidden_rows(self, width: int) -> View:
+        return self._record("hidden_rows", width, [])
+
     def embedding(self, weight: Weight) -> View:
         return self._record("embedding", self._weight_shape(weight)[1], [], table=weight)
 
@@ -151,8 +154,8 @@ class RecordingOps:
 
 
 def hidden_view(graph: Graph, logits: View, hidden: str) -> View:
-    """The hidden states of all rows of the step: what the head reads once its rows are gathered ("post_norm"), or
-    what the norm before the head reads ("pre_norm"), which costs nothing."""
+    """The hidden states of all rows of the step: after the norm before the head ("post_norm"), or before it
+    ("pre_norm"), which costs nothing."""
     producers = graph.producers()
     head = producers[logits.value]
     if head.op != "linear":

@@ -96,6 +96,7 @@ class TorchKVCache:
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.device = device
         slots = num_blocks * block_size
         self.keys, self.values = (
             {layer: torch.empty(slots, *shape, dtype=dtype, device=device) for layer, shape in shapes.items()}
@@ -127,14 +128,14 @@ class TorchExecutable:
         self._limits = limits
         self._hidden = hidden
 
-    def run(self, batch: StepBatch) -> ModelOutput:
+    def run(self, batch: StepBatch, hidden: np.ndarray | None = None) -> ModelOutput:
         """One step. ValueError, with the cache as it was, if the batch is out of range."""
         _check(batch, self.cache, self._limits)
         with torch.inference_mode():
-            ops = TorchOps(batch, self.cache, self._dtype)
+            ops = TorchOps(batch, self.cache, self._dtype, hidden)
             logits = self._build(ops, self._config, self._weights)
-            hidden = ops.hidden(self._hidden) if self._hidden else None
-        return ModelOutput(self._to_numpy(logits), None if hidden is None else self._to_numpy(hidden))
+            own = ops.hidden(self._hidden) if self._hidden else None
+        return ModelOutput(self._to_numpy(logits), None if own is None else self._to_numpy(own))
 
     def move_slots(self, from_slots: np.ndarray, to_slots: np.ndarray) -> None:
         """See `Executable.move_slots`."""
@@ -183,8 +184,11 @@ def _check(batch: StepBatch, cache: TorchKVCache, limits: tuple[int, int, int]) 
 class TorchOps:
     """`Ops` that compute at once, for the rows of one batch."""
 
-    def __init__(self, batch: StepBatch, cache: TorchKVCache, dtype: torch.dtype) -> None:
+    def __init__(
+        self, batch: StepBatch, cache: TorchKVCache, dtype: torch.dtype, hidden: np.ndarray | None = None
+    ) -> None:
         self._batch = batch
+        self._hidden = hidden
         self._cache = cache
         self._dtype = dtype
         # The last of each: what it read, what it gave, and how to do it again to other rows.
@@ -202,6 +206,12 @@ class TorchOps:
 
     def _ungathered(self, x: TorchTensor) -> TorchTensor:
         return self._gather[0] if self._gather is not None and self._gather[1] is x else x
+
+    def hidden_rows(self, width: int) -> TorchTensor:
+        shape = (len(self._batch.token_ids), width)
+        if self._hidden is None or self._hidden.shape != shape:
+            raise ValueError(f"step out of range: this model needs hidden states {list(shape)}")
+        return torch.from_numpy(self._hidden).to(self._cache.device, self._dtype)
 
     def embedding(self, weight: TorchTensor) -> TorchTensor:
         ids = self._indices(self._batch.token_ids, weight.device)

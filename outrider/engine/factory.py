@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
-from typing import Any
 
 from outrider.backends import make_backend
 from outrider.config import EngineConfig
@@ -15,16 +14,19 @@ from outrider.engine.engine import Engine
 from outrider.engine.kv_cache import KVCacheManager
 from outrider.engine.machine import available_memory, physical_cores
 from outrider.engine.memory import MemoryPlan, plan_memory
+from outrider.engine.mtp_parts import bytes_per_token, compile_draft_head, find_mtp, fixed_bytes, num_steps
 from outrider.engine.output import Vocabulary
 from outrider.engine.runner import Runner
 from outrider.engine.scheduler import Scheduler
 from outrider.models.loader import Checkpoint, load_checkpoint
+from outrider.models.mtp import MTPHead
 from outrider.models.registry import build_function, weight_plan
 from outrider.models.tensors import RawTensor
 from outrider.sampling.sampler import Sampler
 from outrider.spec_decode.controller import Controller
 from outrider.spec_decode.cost import StepCost
-from outrider.spec_decode.proposer import MOST_DRAFT_TOKENS, NoProposer, make_proposer
+from outrider.spec_decode.mtp import MTPProposer
+from outrider.spec_decode.proposer import MOST_DRAFT_TOKENS, NoProposer, Parts, make_proposer
 
 logger = logging.getLogger(__name__)
 
@@ -49,9 +51,10 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint | None = None) -> 
     """An engine that is ready for requests; what prevents one is in the exception, for the user."""
     checkpoint = checkpoint or load(config)
     max_num_logits = min(max(config.max_num_seqs, _LOGITS_ROWS), config.max_num_batched_tokens)
-    plan = _plan_memory(config, checkpoint, max_num_logits)
+    head = find_mtp(config, checkpoint)
+    plan = _plan_memory(config, checkpoint, max_num_logits, head)
     logger.info("%s", plan.describe())
-    runner = Runner(_compile(config, checkpoint, plan, max_num_logits))
+    runner = _compile(config, checkpoint, plan, max_num_logits, head)
     scheduler = Scheduler(
         KVCacheManager(plan.num_blocks, plan.block_size, config.enable_prefix_caching),
         max_num_seqs=config.max_num_seqs,
@@ -64,7 +67,9 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint | None = None) -> 
         scheduler=scheduler,
         runner=runner,
         sampler=sampler,
-        drafting=_drafting(config, checkpoint, plan, runner, sampler),
+        drafting=_drafting(
+            config, checkpoint, plan, runner, sampler, _parts(config, head, runner, scheduler)
+        ),
         vocabulary=vocabulary_of(checkpoint),
         max_model_len=plan.max_model_len,
         seed=config.seed,
@@ -79,28 +84,29 @@ def vocabulary_of(checkpoint: Checkpoint) -> Vocabulary:
     return Vocabulary(tokenizer.token_bytes(), tokenizer.special_ids, eos_ids)
 
 
-def _plan_memory(config: EngineConfig, checkpoint: Checkpoint, max_num_logits: int) -> MemoryPlan:
+def _plan_memory(
+    config: EngineConfig, checkpoint: Checkpoint, max_num_logits: int, head: MTPHead | None
+) -> MemoryPlan:
     model = checkpoint.config
     _, cache_bytes = _CACHE_TYPES[config.kv_cache_dtype]
     widest = 4 * model.hidden_size + 3 * model.intermediate_size
     widest += 2 * (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    per_token = 2 * cache_bytes * model.num_layers * model.num_kv_heads * model.head_dim
+    if head is not None:
+        per_token += bytes_per_token(head, cache_bytes)
     plan = plan_memory(
         available=available_memory(),
         utilization=config.memory_utilization,
         weights=_size_on_disk(checkpoint.path),
         activations=4 * widest * config.max_num_batched_tokens,
         logits=4 * model.vocab_size * max_num_logits,
-        bytes_per_block=2
-        * cache_bytes
-        * model.num_layers
-        * model.num_kv_heads
-        * model.head_dim
-        * config.block_size,
+        bytes_per_block=per_token * config.block_size,
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,
         model_context=model.max_position_embeddings,
         max_model_len=config.max_model_len,
         num_kv_blocks=config.num_kv_blocks,
+        drafter=fixed_bytes(head, config) if head is not None else 0,
     )
     if not config.enable_chunked_prefill and plan.max_model_len > config.max_num_batched_tokens:
         raise ValueError(
@@ -111,7 +117,9 @@ def _plan_memory(config: EngineConfig, checkpoint: Checkpoint, max_num_logits: i
     return plan
 
 
-def _compile(config: EngineConfig, checkpoint: Checkpoint, plan: MemoryPlan, max_num_logits: int) -> Any:
+def _compile(
+    config: EngineConfig, checkpoint: Checkpoint, plan: MemoryPlan, max_num_logits: int, head: MTPHead | None
+) -> Runner:
     model = checkpoint.config
     name = "native" if config.backend == "auto" else config.backend
     backend = make_backend(name, num_threads=_num_threads(config))
@@ -121,7 +129,8 @@ def _compile(config: EngineConfig, checkpoint: Checkpoint, plan: MemoryPlan, max
         )
         for handle, names in weight_plan(model).items()
     }
-    return backend.compile(
+    kv_cache_dtype = _CACHE_TYPES[config.kv_cache_dtype][0]
+    executable = backend.compile(
         build_function(model),
         model,
         weights,
@@ -129,9 +138,28 @@ def _compile(config: EngineConfig, checkpoint: Checkpoint, plan: MemoryPlan, max
         max_logits_rows=max_num_logits,
         num_blocks=plan.num_blocks,
         block_size=plan.block_size,
-        kv_cache_dtype=_CACHE_TYPES[config.kv_cache_dtype][0],
+        kv_cache_dtype=kv_cache_dtype,
         max_model_len=plan.max_model_len,
+        hidden=head.config.hidden_source if head is not None else None,
     )
+    if head is None:
+        return Runner(executable)
+    draft_head = compile_draft_head(config, backend, head, checkpoint, weights, plan, kv_cache_dtype)
+    return Runner(executable, draft_head)
+
+
+def _parts(config: EngineConfig, head: MTPHead | None, runner: Runner, scheduler: Scheduler) -> Parts:
+    """What the sources of drafts are made from."""
+    if head is None or runner.draft_head is None:
+        return Parts()
+    draft_head, steps, block_size = runner.draft_head, num_steps(head, config), scheduler.kv_cache.block_size
+
+    def mtp() -> MTPProposer:
+        return MTPProposer(
+            draft_head, block_size=block_size, num_model_steps=steps, look_ahead=scheduler.look_ahead
+        )
+
+    return Parts(mtp=mtp)
 
 
 def _tensor(name: str, checkpoint: Checkpoint, config: EngineConfig) -> RawTensor:
@@ -147,10 +175,15 @@ def _quantization_of(handle: str, config: EngineConfig) -> str | None:
 
 
 def _drafting(
-    config: EngineConfig, checkpoint: Checkpoint, plan: MemoryPlan, runner: Runner, sampler: Sampler
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    plan: MemoryPlan,
+    runner: Runner,
+    sampler: Sampler,
+    parts: Parts,
 ) -> Drafting:
     speculative = config.speculative_config
-    proposer = make_proposer(speculative)
+    proposer = make_proposer(speculative, parts)
     controller = plain_step = None
     if speculative.adaptive and not isinstance(proposer, NoProposer):
         key: dict[str, str | int] = {
@@ -178,7 +211,7 @@ def _drafting(
         runner.seconds = 0.0
     return Drafting(
         proposer,
-        method="ngram" if speculative.method == "auto" else speculative.method,
+        method=speculative.method,
         max_draft_tokens=speculative.num_speculative_tokens or MOST_DRAFT_TOKENS,
         vocab_size=checkpoint.config.vocab_size,
         controller=controller,

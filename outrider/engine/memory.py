@@ -25,6 +25,7 @@ class MemoryPlan:
     num_blocks: int
     block_size: int
     max_model_len: int
+    drafter: int = 0  # weights and activations of a drafting model
 
     @property
     def cache(self) -> int:
@@ -32,10 +33,12 @@ class MemoryPlan:
 
     def describe(self) -> str:
         """The plan for people, in one line."""
+        drafter = f"drafter {self.drafter / _MIB:.0f}, " if self.drafter else ""
         return (
             f"memory: {self.usable / _MIB:.0f} of {self.available / _MIB:.0f} MiB available may be used: "
             f"weights {self.weights / _MIB:.0f}, activations {self.activations / _MIB:.0f} and logits "
-            f"{self.logits / _MIB:.0f}, cache up to {self.cache / _MIB:.0f} ({self.num_blocks} blocks of "
+            f"{self.logits / _MIB:.0f}, {drafter}"
+            f"cache up to {self.cache / _MIB:.0f} ({self.num_blocks} blocks of "
             f"{self.block_size} tokens); context {self.max_model_len}"
         )
 
@@ -53,13 +56,14 @@ def plan_memory(
     model_context: int,
     max_model_len: int | None,
     num_kv_blocks: int | None,
+    drafter: int = 0,
 ) -> MemoryPlan:
     """Blocks for `max_num_seqs` full contexts, or as many as fit; ConfigError when not even one context does.
 
     Without `max_model_len` the context is the model's, bounded by the cache.
     """
     usable = int(available * utilization)
-    left = usable - weights - activations - logits
+    left = usable - weights - activations - logits - drafter
     context = max_model_len or model_context
     if context > model_context:
         raise ConfigError(
@@ -87,10 +91,19 @@ def plan_memory(
     context = min(context, num_blocks * block_size)
     if context < 2:
         raise ConfigError(
-            f"the model needs {(weights + activations + logits) / _MIB:.0f} MiB without its cache, but only "
+            f"the model needs {(usable - left) / _MIB:.0f} MiB without its cache, but only "
             f"{usable / _MIB:.0f} of {available / _MIB:.0f} MiB may be used; free memory, choose a smaller "
             "model or raise --memory-utilization"
         )
     return MemoryPlan(
-        available, usable, weights, activations, logits, bytes_per_block, num_blocks, block_size, context
+        available,
+        usable,
+        weights,
+        activations,
+        logits,
+        bytes_per_block,
+        num_blocks,
+        block_size,
+        context,
+        drafter,
     )

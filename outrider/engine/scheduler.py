@@ -53,6 +53,9 @@ class StepResult:
     drafts: Drafts  # what was verified
     path: list[int]  # the accepted nodes of `drafts` that are among `token_ids`, root first
     logits_row: int  # first of its rows in the step's logits, -1 when it had none
+    first_row: int = 0  # of its rows in the step
+    start: int = 0  # position of that row's token
+    num_tokens: int = 0  # how many rows it had; the last len(drafts) are those of the drafts
 
     @property
     def request_id(self) -> str:
@@ -148,14 +151,17 @@ class Scheduler:
         has finished. The only place where a request ends by itself.
         """
         results: list[StepResult] = []
-        logits_row = 0
+        logits_row = first_row = 0
         for row, walk in zip(plan.rows, walks, strict=True):
             request = row.request
             request.num_computed_tokens += row.num_tokens
             request.drafts = NO_DRAFTS
             if walk is None:
                 self.kv_cache.commit(request)
-                results.append(StepResult(request, [], NO_DRAFTS, [], -1))
+                results.append(
+                    StepResult(request, [], NO_DRAFTS, [], -1, first_row, row.start, row.num_tokens)
+                )
+                first_row += row.num_tokens
                 continue
             request.num_computed_tokens -= len(row.drafts) - len(walk.path)
             kept = request.append(walk.token_ids)
@@ -163,9 +169,23 @@ class Scheduler:
             if request.is_finished:
                 self.running.remove(request)
                 self.kv_cache.release(request)
-            results.append(StepResult(request, kept, row.drafts, walk.path[: len(kept)], logits_row))
+            path = walk.path[: len(kept)]
+            results.append(
+                StepResult(request, kept, row.drafts, path, logits_row, first_row, row.start, row.num_tokens)
+            )
             logits_row += len(row.drafts) + 1
+            first_row += row.num_tokens
         return results
+
+    def look_ahead(self, request: Request, num_tokens: int) -> int:
+        """Let a drafter write behind the tokens of a running request, up to `num_tokens` in all. Gives blocks
+        only where every other running request could still have one; returns for how many tokens there are
+        slots."""
+        kv_cache = self.kv_cache
+        num_missing = kv_cache.num_blocks_for(num_tokens) - len(request.block_table)
+        if num_missing > 0 and num_missing + len(self.running) - 1 <= kv_cache.num_free_blocks:
+            kv_cache.allocate(request, num_tokens)
+        return len(request.block_table) * kv_cache.block_size
 
     def check(self) -> None:
         """Invariants between steps; AssertionError when one is broken."""

@@ -16,11 +16,18 @@ def build(ops: Ops, config: ModelConfig, weights: Mapping[str, Weight]) -> Array
     """
     x = ops.embedding(weights["embed"])  # [rows, hidden]
     for layer in range(config.num_layers):
-        x = ops.add(x, _attention(ops, config, weights, layer, x))
-        x = ops.add(x, _mlp(ops, config, weights, layer, x))
+        x = decoder_layer(ops, config, weights, layer, x)
     x = ops.rms_norm(ops.gather_rows(x), weights["norm"], config.rms_eps)
     head = weights["embed"] if config.tie_embeddings else weights["head"]
     return ops.linear(x, head)  # [logits rows, vocab]
+
+
+def decoder_layer(
+    ops: Ops, config: ModelConfig, weights: Mapping[str, Weight], layer: int, x: Array
+) -> Array:
+    """One layer: attention and MLP, each added to its input. Handles begin with `layers.{layer}.`."""
+    x = ops.add(x, _attention(ops, config, weights, layer, x))
+    return ops.add(x, _mlp(ops, config, weights, layer, x))
 
 
 def _attention(ops: Ops, config: ModelConfig, weights: Mapping[str, Weight], layer: int, x: Array) -> Array:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 _HF_WHOLE = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
 _HF_LAYER = {
     "attn_norm": "input_layernorm.weight",
@@ -54,3 +56,15 @@ def gguf_name(canonical: str) -> str:
         return _GGUF_WHOLE[canonical]
     _, index, part = canonical.split(".")
     return f"blk.{index}.{_GGUF_LAYER[part]}"
+
+
+def hf_layer_names() -> dict[str, str]:
+    """Canonical part of a layer -> its name below the layer's prefix in a Hugging Face checkpoint."""
+    return dict(_HF_LAYER)
+
+
+def is_draft_head_tensor(name: str, num_layers: int) -> bool:
+    """Whether a checkpoint of `num_layers` layers holds this for a draft head: ERNIE's modules have names of
+    their own, DeepSeek's and GLM's stand behind the last layer."""
+    match = re.match(r"model\.layers\.(\d+)\.", name)
+    return bool(re.match(r"(model|ernie)\.mtp_", name)) or (match is not None and int(match[1]) >= num_layers)

@@ -62,6 +62,15 @@ class SafetensorsFile:
             data = data.copy()
         return RawTensor(name, info.shape, _FORMATS[info.dtype], data, self.path)
 
+    def integers(self, name: str) -> np.ndarray:
+        """A copy of a tensor of I32 or I64, as int64."""
+        info = self.tensors[name]
+        if info.dtype not in ("I32", "I64"):
+            raise CheckpointError(f"{self.path}: tensor {name!r} has dtype {info.dtype}; supported: I32, I64")
+        data = bytes(self._data[info.start : info.start + info.nbytes])
+        values = np.frombuffer(data, "<i4" if info.dtype == "I32" else "<i8")
+        return values.astype(np.int64).reshape(info.shape)
+
     def _header(self) -> tuple[dict[str, Any], int]:
         """(descriptions by name, where the data begin)."""
         size = len(self._data)

@@ -65,9 +65,9 @@ class RawTensor:
         return RawTensor(self.name, self.shape, fmt, encode_float(fmt, self.to_float32()), self.file)
 
     def select_rows(self, order: np.ndarray) -> RawTensor:
-        """The rows in another order; each row's bytes stay what they are."""
+        """Some rows, or all in another order; each row's bytes stay what they are."""
         rows = self.data.reshape(self.shape[0], -1)[order]
-        return RawTensor(self.name, self.shape, self.format, rows.reshape(-1), self.file)
+        return RawTensor(self.name, (len(order), *self.shape[1:]), self.format, rows.reshape(-1), self.file)
 
 
 @dataclass(frozen=True)
