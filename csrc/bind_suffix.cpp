@@ -91,6 +91,10 @@ void bind_suffix(nb::module_& m) {
            nb::arg("scoring"),
            "(token_ids, parents, chances, match length, score) from the request's own text, then from each memory, "
            "for the text followed by `after`.")
+      .def("tokens", [](const LiveTree& self, size_t begin) {
+        const Tokens& all = self.tokens();
+        return Tokens(all.begin() + static_cast<std::ptrdiff_t>(std::min(begin, all.size())), all.end());
+      }, nb::arg("begin"), "The text from that token on.")
       .def("__len__", &RequestTree::size)
       .def_prop_ro("match_length", &RequestTree::match_length, "Of the longest end of the text that occurred before.");
   nb::class_<MemoryTree, SuffixTree>(m, "MemoryTree", "The suffix tree of past texts, first in, first out.")
@@ -103,6 +107,7 @@ void bind_suffix(nb::module_& m) {
         for (size_t i = 0; i < self.num_texts(); ++i) texts.push_back(self.nth_text(i));
         return texts;
       }, "All texts, oldest first.")
+      .def_prop_ro("live_bytes", &SuffixTree::live_bytes)
       .def_prop_ro("num_texts", &MemoryTree::num_texts)
       .def_prop_ro("num_tokens", &MemoryTree::num_tokens);
 }

@@ -15,6 +15,12 @@ uint64_t extend(uint64_t hash, int32_t token) {
 
 constexpr uint64_t kSeed = 0x243F6A8885A308D3ull;
 
+uint64_t hash_of(const int32_t* end, int n) {
+  uint64_t hash = kSeed;
+  for (int i = 1; i <= n; ++i) hash = extend(hash, end[-i]);
+  return hash;
+}
+
 }  // namespace
 
 NgramIndex::NgramIndex(int min_n, int max_n) : min_n_(min_n), max_n_(max_n) {
@@ -23,18 +29,11 @@ NgramIndex::NgramIndex(int min_n, int max_n) : min_n_(min_n), max_n_(max_n) {
   tables_.resize(static_cast<size_t>(max_n - min_n + 1));
 }
 
-bool NgramIndex::same_ngram(int64_t a, int64_t b, int n) const {
-  const int32_t* end_a = tokens_.data() + a + 1;
-  return std::equal(end_a - n, end_a, tokens_.data() + b + 1 - n);
+bool NgramIndex::same_ngram(int64_t place, const int32_t* end, int n) const {
+  return std::equal(end - n, end, tokens_.data() + place + 1 - n);
 }
 
-uint64_t NgramIndex::hash(int64_t end, int n) const {
-  uint64_t hash = kSeed;
-  for (int i = 0; i < n; ++i) hash = extend(hash, tokens_[static_cast<size_t>(end - i)]);
-  return hash;
-}
-
-size_t NgramIndex::find(const Table& table, int n, int64_t end, uint64_t hash) const {
+size_t NgramIndex::find(const Table& table, int n, const int32_t* end, uint64_t hash) const {
   const size_t mask = table.slots.size() - 1;
   size_t slot = hash & mask;
   while (table.slots[slot] >= 0 && !same_ngram(table.slots[slot], end, n)) slot = (slot + 1) & mask;
@@ -45,12 +44,12 @@ void NgramIndex::grow(Table& table, int n) const {
   std::vector<int32_t> old(std::max<size_t>(16, table.slots.size() * 2), -1);
   old.swap(table.slots);
   for (int32_t end : old)
-    if (end >= 0) table.slots[find(table, n, end, hash(end, n))] = end;
+    if (end >= 0) table.slots[find(table, n, tokens_.data() + end + 1, hash_of(tokens_.data() + end + 1, n))] = end;
 }
 
 void NgramIndex::insert(Table& table, int n, int64_t end, uint64_t hash) {
   if (2 * (table.used + 1) > table.slots.size()) grow(table, n);
-  int32_t& entry = table.slots[find(table, n, end, hash)];
+  int32_t& entry = table.slots[find(table, n, tokens_.data() + end + 1, hash)];
   table.used += entry < 0;
   entry = static_cast<int32_t>(end);
 }
@@ -69,19 +68,32 @@ void NgramIndex::append(const int32_t* token_ids, size_t count) {
   }
 }
 
-int NgramIndex::propose(int limit, std::vector<int32_t>& draft) const {
+int NgramIndex::propose(const std::vector<int32_t>& after, int limit, std::vector<int32_t>& draft) const {
   draft.clear();
-  const int64_t size = static_cast<int64_t>(tokens_.size()), last = size - 1;
   if (limit <= 0) return 0;
+  std::vector<int32_t> joined;
+  const std::vector<int32_t>* text = &tokens_;
+  if (!after.empty()) {
+    const size_t keep = std::min(tokens_.size(), static_cast<size_t>(kLongestMatch));
+    joined.assign(tokens_.end() - static_cast<std::ptrdiff_t>(keep), tokens_.end());
+    joined.insert(joined.end(), after.begin(), after.end());
+    text = &joined;
+  }
+  const int64_t size = static_cast<int64_t>(text->size()), indexed = static_cast<int64_t>(tokens_.size());
+  const int32_t* end = text->data() + size;
   for (int n = static_cast<int>(std::min<int64_t>(max_n_, size)); n >= min_n_; --n) {
     const Table& table = tables_[static_cast<size_t>(n - min_n_)];
     if (table.slots.empty()) continue;
-    const int64_t place = table.slots[find(table, n, last, hash(last, n))];
+    const int64_t place = table.slots[find(table, n, end, hash_of(end, n))];
     if (place < 0) continue;
     int length = n;
-    while (length < kLongestMatch && length <= place && tokens_[place - length] == tokens_[last - length]) ++length;
-    for (int64_t next = place + 1; static_cast<int>(draft.size()) < limit; ++next)
-      draft.push_back(next < size ? tokens_[next] : draft[static_cast<size_t>(next - size)]);
+    while (length < kLongestMatch && length <= place && length < size && tokens_[place - length] == end[-1 - length])
+      ++length;
+    for (int64_t next = place + 1; static_cast<int>(draft.size()) < limit; ++next) {
+      const size_t beyond = static_cast<size_t>(std::max<int64_t>(next - indexed, 0));
+      if (next < indexed) draft.push_back(tokens_[next]);
+      else draft.push_back(beyond < after.size() ? after[beyond] : draft[beyond - after.size()]);
+    }
     return length;
   }
   return 0;

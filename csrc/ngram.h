@@ -21,10 +21,11 @@ class NgramIndex {
   // Amortised constant time a token.
   void append(const int32_t* token_ids, size_t count);
 
-  // The newest earlier occurrence of the longest indexed n-gram that ends the text, and up to `limit` tokens
-  // that followed it. Where the text ends, the draft goes on with itself: after "ababab" it is "abab...".
+  // The newest earlier occurrence of the longest indexed n-gram that ends the text followed by `after` (which is
+  // not indexed), and up to `limit` tokens that followed it. Where the text ends, the draft goes on with `after`
+  // and then with itself: after "ababab" it is "abab...".
   // Returns the length of the match (it may exceed max_n; counted up to kLongestMatch), 0 if there is none.
-  int propose(int limit, std::vector<int32_t>& draft) const;
+  int propose(const std::vector<int32_t>& after, int limit, std::vector<int32_t>& draft) const;
 
   size_t size() const { return tokens_.size(); }
   size_t memory_bytes() const;
@@ -38,10 +39,9 @@ class NgramIndex {
     size_t used = 0;
   };
 
-  bool same_ngram(int64_t a, int64_t b, int n) const;  // that end at places a and b
-  uint64_t hash(int64_t end, int n) const;
-  // The slot that holds the n-gram ending at `end`, or the empty one where it belongs.
-  size_t find(const Table& table, int n, int64_t end, uint64_t hash) const;
+  bool same_ngram(int64_t place, const int32_t* end, int n) const;  // the one that ends there, the one before `end`
+  // The slot that holds the n-gram before `end`, or the empty one where it belongs.
+  size_t find(const Table& table, int n, const int32_t* end, uint64_t hash) const;
   void insert(Table& table, int n, int64_t end, uint64_t hash);
   void grow(Table& table, int n) const;
 

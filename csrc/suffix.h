@@ -60,6 +60,8 @@ class SuffixTree {
   int longest_useful(int limit) const { return std::max(max_depth_ / 2, max_depth_ - limit); }
   size_t num_nodes() const { return nodes_.size() - free_.size() - 1; }  // without the root
   size_t memory_bytes() const;
+  // What its nodes and texts need, without room to grow: falls when something is removed.
+  size_t live_bytes() const { return num_nodes() * (sizeof(Node) + 2 * sizeof(int32_t)) + num_text_tokens_ * sizeof(int32_t); }
   // What is broken in the tree, or nothing.
   std::string broken() const;
 
@@ -93,6 +95,7 @@ class SuffixTree {
   std::vector<Node> nodes_;  // [0] is the root
   std::deque<std::vector<int32_t>> texts_;
   int32_t first_text_ = 0;  // id of texts_[0]
+  size_t num_text_tokens_ = 0;
   const int max_depth_;
 
  private:
@@ -148,16 +151,12 @@ class MemoryTree : public SuffixTree {
   void insert(const int32_t* token_ids, size_t count);
   void evict();  // the oldest text; there must be one
   size_t num_texts() const { return texts_.size(); }
-  size_t num_tokens() const { return num_tokens_; }
+  size_t num_tokens() const { return num_text_tokens_; }
   const std::vector<int32_t>& nth_text(size_t i) const { return texts_[i]; }
-  uint64_t version() const { return version_; }
 
  private:
   void insert_suffix(int32_t start, int32_t end);
   void remove_suffix(int32_t start, int32_t end);
-
-  size_t num_tokens_ = 0;
-  uint64_t version_ = 0;
 };
 
 }  // namespace outrider

@@ -18,8 +18,7 @@ void MemoryTree::insert(const int32_t* token_ids, size_t count) {
   texts_.emplace_back(token_ids, token_ids + count);
   const int32_t size = static_cast<int32_t>(count);
   for (int32_t start = 0; start < size; ++start) insert_suffix(start, std::min(size, start + max_depth_));
-  num_tokens_ += count;
-  ++version_;
+  num_text_tokens_ += count;
 }
 
 void MemoryTree::insert_suffix(int32_t start, int32_t end) {
@@ -52,10 +51,9 @@ void MemoryTree::evict() {
   if (texts_.empty()) throw std::logic_error("there is no text to forget");
   const int32_t size = static_cast<int32_t>(texts_.front().size());
   for (int32_t start = 0; start < size; ++start) remove_suffix(start, std::min(size, start + max_depth_));
-  num_tokens_ -= texts_.front().size();
+  num_text_tokens_ -= texts_.front().size();
   texts_.pop_front();
   ++first_text_;
-  ++version_;
 }
 
 void MemoryTree::remove_suffix(int32_t start, int32_t end) {

@@ -151,7 +151,7 @@ def _check_choice(value: Any, field: dataclasses.Field[Any], cls: type) -> None:
     only = (field.default,) if field.metadata["later"] else ()
     choices: tuple[Any, ...] = field.metadata["choices"] or only
     bounded = isinstance(value, int) and field.metadata["low"] is not None
-    if not choices or value in choices or bounded:
+    if value is None or not choices or value in choices or bounded:
         return
     names = [str(choice) for choice in choices]
     note = field.metadata["note"]

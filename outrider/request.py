@@ -53,6 +53,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     seed: int | None = None  # None: drawn at admission and reported
     logprobs: int | None = None  # None: none; k: the chosen token's and the k best, of the raw logits
     speculation: SpeculationParams | None = None
+    prediction_token_ids: list[int] = []  # what the output is expected to be; drafts, never more
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag="add"):

@@ -140,6 +140,13 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"speculative_config": {"method": "naive", "adaptive": True}}, "method 'naive' has no key 'adaptive'"),
     ({"speculative_config": {"prompt_lookup_max": 2, "prompt_lookup_min": 3}}, "at most prompt_lookup_max"),
     ({"speculative_config": {"num_speculative_tokens": 33}}, "at most 32, got 33"),
+    ({"speculative_config": {"method": "draft_model"}}, "needs model, a smaller model"),
+    ({"speculative_config": {"method": "suffix", "prompt_lookup_max": 3}}, "'suffix' has no key 'prompt_lo"),
+    ({"speculative_config": {"method": "ngram", "draft_memory": "tenant"}}, "'ngram' has no key 'draft_memo"),
+    ({"speculative_config": {"draft_memory": "requests"}}, "did you mean 'request'"),
+    ({"speculative_config": {"draft_memory": "request", "draft_memory_file": "f"}}, "keeps no past outputs"),
+    ({"speculative_config": {"suffix_decoding_max_tree_depth": 1}}, "at least 2 and at most 1024, got 1"),
+    ({"speculative_config": {"num_model_steps": 4, "num_speculative_tokens": 3}}, "at most num_speculative"),
     ({"speculative_config": {"verify_strategy": "topp"}}, "target_match, got 'topp': .*changes the output"),
     ({"speculative_config": {"accept_policy": "accept_all"}}, "--allow-debug-policies"),
     ({"model": "a", "Model": "b"}, "unknown configuration key 'Model'"),
@@ -153,10 +160,6 @@ LATER: list[dict[str, Any]] = [
     {"tensor_parallel_size": 2}, {"data_parallel_size": 2}, {"device": "cuda"}, {"splitwise_role": "prefill"},
     {"scheduler_name": "global"}, {"scheduler_name": "splitwise"}, {"scheduler_topic": "t"},
     {"plas_attention_config": {"plas_block_size": 128}}, {"kv_cache_dtype": "int8"}, {"kv_transfer": "tcp"},
-    {"speculative_config": {"method": "mtp"}}, {"speculative_config": {"method": "suffix"}},
-    {"speculative_config": {"method": "draft_model"}}, {"speculative_config": {"num_model_steps": 2}},
-    {"speculative_config": {"mtp_strategy": "with_ngram"}},
-    {"speculative_config": {"draft_memory": "global"}},
 ]  # fmt: skip
 
 

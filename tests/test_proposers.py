@@ -15,8 +15,16 @@ from outrider.config import SpeculativeConfig
 from outrider.config_fields import ConfigError
 from outrider.request import SamplingParams, SpeculationParams
 from outrider.spec_decode.ngram import NgramProposer
-from outrider.spec_decode.proposer import NO_DRAFTS, Drafts, NoProposer, Proposer, draft_limit, make_proposer
-from outrider.spec_decode.survival import MAX_DEPTH, RequestShift, SurvivalTable
+from outrider.spec_decode.predicted import PredictedProposer
+from outrider.spec_decode.proposer import (
+    NO_DRAFTS,
+    Drafts,
+    NoProposer,
+    Parts,
+    Proposer,
+    draft_limit,
+    make_proposer,
+)
 
 VOCAB = 3
 EXAMPLES = settings(max_examples=40, deadline=None)
@@ -27,6 +35,8 @@ class FakeRequest:
     request_id: str
     token_ids: list[int]
     params: SamplingParams = field(default_factory=SamplingParams)
+    num_prompt_tokens: int = 1
+    cache_salt: str = ""
 
 
 @dataclass
@@ -43,6 +53,12 @@ PROPOSERS = {
     "ngram-fixed": lambda: make_proposer(
         SpeculativeConfig(method="ngram", num_speculative_tokens=4, adaptive=False)
     ),
+    "suffix": lambda: make_proposer(SpeculativeConfig(method="suffix")),
+    "suffix-request": lambda: make_proposer(
+        SpeculativeConfig(method="suffix", draft_memory="request", suffix_decoding_max_tree_depth=4)
+    ),
+    "suffix-branches": lambda: make_proposer(SpeculativeConfig(method="suffix"), Parts(branches=True)),
+    "predicted": lambda: PredictedProposer(),
     "ngram-1": lambda: NgramProposer(max_n=1, min_n=1),
     "naive": lambda: make_proposer(SpeculativeConfig(method="naive")),
     "off": lambda: make_proposer(SpeculativeConfig(method="off")),
@@ -88,21 +104,21 @@ def test_a_proposer_keeps_its_contract_through_any_traffic(name: str, data: st.D
 def test_a_request_that_says_off_gets_no_drafts(name: str) -> None:
     repeating = [0, 1, 2] * 5
     proposer = PROPOSERS[name]()
-    off = FakeRequest("off", repeating, SamplingParams(speculation=SpeculationParams(method="off")))
-    few = FakeRequest("few", repeating, SamplingParams(speculation=SpeculationParams(max_draft_tokens=2)))
-    plain = FakeRequest("plain", repeating)
-    for_off, for_few, for_plain = proposer.propose([off, few, plain], [3, 3, 3])
+    off = FakeRequest(
+        "off",
+        repeating,
+        SamplingParams(speculation=SpeculationParams(method="off"), prediction_token_ids=[1, 2, 0] * 9),
+    )
+    plain = FakeRequest("plain", repeating, SamplingParams(prediction_token_ids=[1, 2, 0] * 9))
+    for_off, for_plain = proposer.propose([off, plain], [3, 3])
     assert for_off == NO_DRAFTS
-    assert len(for_few) <= 2
     assert len(for_plain) == (0 if isinstance(proposer, NoProposer) else 3)
 
 
-def test_methods_of_other_versions_are_refused_with_those_of_this_one() -> None:
-    class Later:
-        method = "mtp"
-
-    with pytest.raises(ConfigError, match="one of auto, ngram, naive, off in this version, got 'mtp'"):
-        make_proposer(Later())  # type: ignore[arg-type]
+@pytest.mark.parametrize(("method", "what"), [("mtp", "head"), ("draft_model", "draft model")])
+def test_a_method_whose_part_is_missing_says_so(method: str, what: str) -> None:
+    with pytest.raises(ConfigError, match=f"method '{method}' needs a {what}, and none was found"):
+        make_proposer(SpeculativeConfig(method=method, model="somewhere"))
 
 
 @pytest.mark.parametrize(
@@ -200,71 +216,10 @@ def test_impossible_ngram_sizes_are_refused(min_n: int, max_n: int) -> None:
         native.NgramIndex(min_n, max_n)
 
 
-# --- survival ---
-
-
-def chain_after(proposer: NgramProposer, request: FakeRequest, accepted: int, times: int) -> Drafts:
-    """Propose and verify again and again, with `accepted` tokens of each draft accepted."""
-    for _ in range(times):
-        drafts = proposer.propose([request], [4])[0]
-        path = list(range(min(accepted, len(drafts))))
-        emitted = [*(drafts.token_ids[i] for i in path), 0]
-        proposer.observe([FakeResult(request.request_id, emitted, drafts, path)], None)
-    return proposer.propose([request], [4])[0]
-
-
-def test_longer_matches_survive_better_from_the_start() -> None:
-    proposer = NgramProposer(max_n=5, min_n=1)
+def test_longer_matches_survive_better() -> None:
     first_survival = []
-    for length in (1, 2, 3, 4, 6, 9, 15, 30):
+    for length in (1, 2, 3, 4, 5, 9, 15, 30):
         match = list(range(100, 100 + length))
         request = FakeRequest(f"m{length}", [1, *match, 7, 8, 2, *match])
-        first_survival.append(proposer.propose([request], [1])[0].survival[0])
+        first_survival.append(NgramProposer(max_n=5, min_n=1).propose([request], [1])[0].survival[0])
     assert first_survival == sorted(first_survival) and len(set(first_survival)) == 8
-
-
-def test_estimates_follow_what_was_accepted_and_come_back_to_the_prior() -> None:
-    text = [4, 5, 6, 7, 8, 9, 4, 5, 6]
-    proposer = NgramProposer()
-    prior = proposer.propose([FakeRequest("a", text)], [4])[0].survival
-    request = FakeRequest("bad", text)
-    bad = chain_after(proposer, request, accepted=0, times=100).survival
-    good = chain_after(NgramProposer(), FakeRequest("good", text), accepted=4, times=100).survival
-    assert bad[0] < 0.3 < prior[0] < good[0] and good[3] > 0.8 > prior[3]
-    # Others start from what the engine has learned, but without the request's own misfortune.
-    fresh = proposer.propose([FakeRequest("b", text)], [4])[0].survival
-    assert bad[0] < fresh[0] < prior[0]
-    for _ in range(10_000):  # nothing verified: it is tried again one day
-        again = proposer.propose([request], [4])[0].survival
-    assert again[0] == pytest.approx(prior[0], abs=0.05)
-
-
-def test_a_table_converges_to_the_true_shares() -> None:
-    table = SurvivalTable([0.5, 0.5])
-    for round_ in range(2000):
-        table.observe(0, num_accepted=2 if round_ % 4 else 0, was_rejected=True)
-        table.end_round()
-    assert table.probability(0, 0) == pytest.approx(0.75, abs=0.03)
-    assert table.probability(0, 1) == pytest.approx(1.0, abs=0.05)
-    assert table.probability(0, 2) == pytest.approx(0.0, abs=0.05)
-    assert table.probability(1, 0) == 0.5
-    assert len(table.odds(0)) == MAX_DEPTH
-
-
-def test_what_a_stop_cut_off_counts_neither_way() -> None:
-    proposer, text = NgramProposer(), [4, 5, 6, 7, 8, 9, 4, 5, 6]
-    drafts = proposer.propose([FakeRequest("a", text)], [4])[0]
-    cut = FakeResult("a", [7], drafts, [0])  # the first accepted token ended the request
-    proposer.observe([cut], None)
-    acceptance = proposer.stats()["acceptance"]["3"]
-    assert acceptance[0] > 0.79 and acceptance[1] == 0.79
-
-
-def test_a_request_shift_stays_within_its_limit() -> None:
-    shift = RequestShift()
-    for _ in range(1000):
-        shift.observe([1.0] * MAX_DEPTH, 0, True)
-    assert 0.04 < shift.factor < 0.3
-    for _ in range(1000):
-        shift.observe([1.0] * MAX_DEPTH, 8, False)
-    assert 3 < shift.factor < 21

@@ -61,6 +61,7 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
         if not word:
             raise ValueError("bad_words must not hold an empty sequence")
         _check_ids("bad_words", word, vocab_size)
+    _check_ids("prediction_token_ids", params.prediction_token_ids, vocab_size)
     if params.speculation is not None and params.speculation.max_draft_tokens is not None:
         _in_range("speculation.max_draft_tokens", params.speculation.max_draft_tokens, 0, math.inf)
 

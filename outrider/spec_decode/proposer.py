@@ -6,17 +6,15 @@ does can change a token: the target draws its own token at every drafted positio
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from outrider.config import SpeculativeConfig
-from outrider.config_fields import ConfigError
 from outrider.request import SamplingParams
 
-OFFERED_METHODS = ("auto", "ngram", "naive", "off")
+NO_SOURCE = ("off", "naive")  # methods that draft nothing
 MOST_DRAFT_TOKENS = 32  # a request and step, when the controller trims
-FIXED_DRAFT_TOKENS = 5  # a request and step, when nothing trims and nobody said how many
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +39,13 @@ class Drafts:
         """One path, every node from the same source."""
         num = len(token_ids)
         return cls(tuple(token_ids), tuple(range(-1, num - 1)), tuple(survival), (source,) * num)
+
+    @classmethod
+    def chain_of(
+        cls, token_ids: tuple[int, ...], survival: tuple[float, ...], source: tuple[str, ...]
+    ) -> Drafts:
+        """One path whose nodes have sources of their own."""
+        return cls(token_ids, tuple(range(-1, len(token_ids) - 1)), survival, source)
 
     @property
     def is_chain(self) -> bool:
@@ -106,6 +111,10 @@ class RequestView(Protocol):
     @property
     def token_ids(self) -> Sequence[int]: ...  # prompt, then output: final tokens only
     @property
+    def num_prompt_tokens(self) -> int: ...
+    @property
+    def cache_salt(self) -> str: ...  # names the tenant
+    @property
     def params(self) -> SamplingParams: ...
 
 
@@ -158,6 +167,13 @@ class NoProposer:
         return {}
 
 
+class FreeSource(Proposer, Protocol):
+    """A source that runs no model, and so can be asked as often as one likes."""
+
+    def continue_after(self, request: RequestView, after: Sequence[int], limit: int) -> Drafts:
+        """A draft for the request's text as if it had gone on with `after`."""
+
+
 class DraftLimit(NamedTuple):
     """What a request may get: nothing, or up to `max_tokens` of drafts."""
 
@@ -172,24 +188,31 @@ def draft_limit(params: SamplingParams, method: str, limit: int) -> DraftLimit:
         return DraftLimit(limit > 0, limit)
     if override.max_draft_tokens is not None:
         limit = min(limit, override.max_draft_tokens)
-    return DraftLimit(limit > 0 and override.method in (None, "auto", method), limit)
+    asked = override.method
+    is_offered = asked in (None, "auto", method) or (method == "auto" and asked not in NO_SOURCE)
+    return DraftLimit(limit > 0 and is_offered, limit)
 
 
-def make_proposer(config: SpeculativeConfig) -> Proposer:
+def wants_source(params: SamplingParams, source: str) -> bool:
+    """Whether a request takes drafts from this source."""
+    override = params.speculation
+    return override is None or override.method in (None, "auto", source)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What sources are made from beside the configuration. A source without its part is not available."""
+
+    mtp: Callable[[], Proposer] | None = None  # there is a head
+    draft_model: Callable[[], Proposer] | None = None
+    branches: bool = False  # whether trees are verified as trees
+    vocabulary_name: str = ""  # tells whose token ids a file of past outputs holds
+
+
+def make_proposer(config: SpeculativeConfig, parts: Parts | None = None) -> Proposer:
     """The proposer for `config.method`."""
-    if config.method in ("off", "naive"):
+    if config.method in NO_SOURCE:
         return NoProposer()
-    if config.method in ("ngram", "auto"):
-        from outrider.spec_decode.ngram import NgramProposer
+    from outrider.spec_decode.plan import make_plan
 
-        return NgramProposer(
-            max_n=config.prompt_lookup_max,
-            min_n=config.prompt_lookup_min,
-            max_draft_tokens=config.num_speculative_tokens
-            or (MOST_DRAFT_TOKENS if config.adaptive else FIXED_DRAFT_TOKENS),
-            min_survival=0.01 if config.adaptive else 0.0,
-        )
-    raise ConfigError(
-        f"speculation method must be one of {', '.join(OFFERED_METHODS)} in this version, got "
-        f"{config.method!r}; set method in --speculative-config"
-    )
+    return make_plan(config, parts or Parts())
