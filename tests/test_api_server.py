@@ -152,6 +152,7 @@ def test_speculation_is_reported_when_asked_for(url: str) -> None:
         "ngram": {k: answer["speculation"][k] for k in ("draft_tokens", "accepted_tokens")}
     }
     assert len(answer["choices"][0]["token_sources"]) == 12
+    assert "".join(answer["choices"][0]["token_strs"]) == answer["choices"][0]["message"]["content"]
     assert answer["choices"][0]["token_ids"] == list(TEXT[:12])
     assert bytes(answer["choices"][0]["prompt_token_ids"]) == b"user: Hello\n"
     header = HTTP.post(url + CHAT, json=body | {"stream": True}, headers={"X-Outrider-Speculation": "1"})

@@ -63,7 +63,7 @@ class Wanted:
     token_ids: bool = False
     usage: bool = False  # a usage chunk at the end of a stream
     speculation: bool = False
-    sources: bool = False  # the source of every token
+    sources: bool = False  # the source and the text of every token
     received: float | None = None  # perf_counter() at receipt: chunks then tell seconds since, `arrival_time`
 
 
@@ -81,6 +81,8 @@ class Answer:
         self._echo = echo
         self._logprobs = LogprobWriter(token_bytes, wanted)
         self._offsets = [_Offsets() for _ in self.choices]
+        self._token_bytes = token_bytes
+        self._pieces = [codecs.getincrementaldecoder("utf-8")("replace") for _ in self.choices]
         self._started = [False] * len(self.choices)
         kind = "chat.completion" if wanted.chat else "text_completion"
         self._head = {
@@ -140,7 +142,7 @@ class Answer:
             if first:
                 extras["prompt_token_ids"] = self._prompts[index // self._n]
         if self.wanted.sources:
-            extras["token_sources"] = output.sources
+            extras |= self._detail(index, output.token_ids, output.sources)
         return b"," + encode(extras)[1:-1] if extras else b""
 
     def usage_chunk(self) -> bytes:
@@ -173,8 +175,16 @@ class Answer:
             result["token_ids"] = choice.token_ids
             result["prompt_token_ids"] = self._prompts[index // self._n]
         if self.wanted.sources:
-            result["token_sources"] = choice.sources
+            result |= self._detail(index, choice.token_ids, choice.sources)
         return result
+
+    def _detail(self, index: int, token_ids: Sequence[int], sources: Sequence[str]) -> dict[str, Any]:
+        """Where each token came from and its text; a character of several tokens is with its last one."""
+        decode = self._pieces[index].decode
+        return {
+            "token_sources": sources,
+            "token_strs": [decode(self._token_bytes[token_id]) for token_id in token_ids],
+        }
 
     @property
     def is_finished(self) -> bool:
