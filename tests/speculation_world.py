@@ -76,7 +76,7 @@ class World:
     once: float = 0.04
     call: float = 0.1
     row: float = 0.01
-    new: float = 0.05
+    fed: float = 0.004
     max_steps: int = 8
     noise: float = 0.0
     seed: int = 0
@@ -84,7 +84,7 @@ class World:
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
         self.now = 0.0
-        self.drafted_before: set[str] = set()
+        self.num_fed: dict[str, int] = {}
         self.drafting_seconds = 0.0
         self.num_tokens = 0
 
@@ -112,14 +112,16 @@ class World:
         return Drafts.chain(tokens, survival, "mtp")
 
     def run_model(self, requests: Sequence[Request], steps: Sequence[int]) -> list[Drafts]:
-        drafted = {r.request_id for r, num in zip(requests, steps, strict=True) if num}
-        if drafted:
-            num_new = len(drafted - self.drafted_before)
-            seconds = self.once + self.call * max(steps) + self.row * sum(steps) + self.new * num_new
+        if any(steps):
+            seconds = self.once + self.call * max(steps) + self.row * sum(steps)
+            for request, num in zip(requests, steps, strict=True):
+                if num:
+                    behind = request.num_tokens - self.num_fed.get(request.request_id, 0)
+                    self.num_fed[request.request_id] = request.num_tokens
+                    seconds += self.fed * behind
             seconds = self.noisy(seconds)
             self.now += seconds
             self.drafting_seconds += seconds
-        self.drafted_before = drafted
         return [
             self.draft(request, num) if num else NO_DRAFTS
             for request, num in zip(requests, steps, strict=True)

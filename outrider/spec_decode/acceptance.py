@@ -55,7 +55,7 @@ class RequestOdds:
 
     def __init__(self) -> None:
         self.log = 0.0
-        self.variance = 0.5
+        self.variance = 0.8
         self.factor = 1.0
 
     def observe(self, chance: float, was_accepted: bool) -> None:
@@ -78,18 +78,14 @@ class AcceptanceTable:
 
     PRIOR_TRIALS = 12.0  # how many outcomes the source's own word is worth
     MEMORY = 300.0  # outcomes of a cell after which an old one counts 1/e
-    REFRESH = 16  # rounds between two looks at what was learned
-    FLOOR = 0.004  # nodes that survive less often are not worth a look
+    REFRESH = 16  # rounds between two looks at what was learned; fewer at first
 
     def __init__(self) -> None:
         self._sources: dict[str, _Source] = {}
         self._rounds = 0
 
     def calibrate(self, drafts: Drafts, shifts: dict[str, RequestOdds] | None = None) -> list[float]:
-        """Survival of each node of a draft, never above its parent's.
-
-        Of a chain only the beginning, up to where it falls below FLOOR.
-        """
+        """Survival of each node of a draft, never above its parent's."""
         if not drafts.is_chain:
             return self._calibrate_tree(drafts, shifts)
         alive = before = 1.0
@@ -101,8 +97,6 @@ class AcceptanceTable:
             guess = raw / before
             before = raw
             alive *= _shifted(guess, factors[_cell(guess, depth)] * shift)
-            if alive < self.FLOOR:
-                break
             result.append(alive)
         return result
 
@@ -163,7 +157,7 @@ class AcceptanceTable:
     def end_round(self) -> None:
         """A step is over. Now and then this makes what was learned count."""
         self._rounds += 1
-        if self._rounds % self.REFRESH == 0:
+        if self._rounds % (self.REFRESH if self._rounds > 64 else 4) == 0:
             for source in self._sources.values():
                 for cell in source.touched:
                     source.factors[cell] = self._factor(source, cell)

@@ -27,25 +27,26 @@ from outrider.spec_decode.proposer import NO_DRAFTS, Drafts, RequestView, Result
 class _Tracked:
     """What is kept of one request."""
 
-    __slots__ = ("model_round", "proposal", "shifts")
+    __slots__ = ("num_empty", "num_fed", "proposal", "shifts")
 
     def __init__(self) -> None:
         self.proposal = NO_DRAFTS  # of the last round, whatever was admitted of it
         self.shifts: dict[str, RequestOdds] = {}  # by source
-        self.model_round = -1  # when a model last drafted for it
+        self.num_fed = 0  # its length when a model last drafted for it
+        self.num_empty = 0  # times in a row that the model was asked and gave nothing
 
 
 class _Round:
     """One step's drafting, from `begin_round` to `admit`."""
 
-    __slots__ = ("chosen_at", "context", "is_probe", "num_new", "num_requests", "num_rows", "steps")
+    __slots__ = ("chosen_at", "context", "is_probe", "num_fed", "num_requests", "num_rows", "steps")
 
     def __init__(self, num_requests: int, num_rows: int, context: int) -> None:
         self.num_requests = num_requests
         self.num_rows = num_rows  # without drafts
         self.context = context
         self.steps: dict[str, int] = {}  # request -> model steps, where there are any
-        self.num_new = 0  # of those, requests not drafted for in the round before
+        self.num_fed = 0  # tokens that the model was fed for them
         self.is_probe = False
         self.chosen_at = 0.0
 
@@ -54,6 +55,8 @@ class Controller:
     """Chooses what is drafted by a model and which proposed nodes are verified."""
 
     NUM_REMEMBERED = 64  # decisions, for people to look at
+    MOST_FED = 512  # tokens of a request that a model is fed in one step
+    MOST_EMPTY = 8  # times in a row that a model may be asked for nothing, as it catches up with a prompt
     PLAIN_CONTEXT = 128  # of the step that drafting costs are guessed from
 
     def __init__(
@@ -105,23 +108,29 @@ class Controller:
             for free, one in zip(drafts, tracked, strict=True)
         ]
         model_steps.begin_round(this.num_requests, this.num_rows, this.context)
-        steps, this.is_probe = model_steps.choose(names, needs, this.num_requests)
-        for name, one, num in zip(names, tracked, steps, strict=True):
+        lengths = [len(request.token_ids) for request in requests]
+        behind = [
+            min(length - one.num_fed, self.MOST_FED) for length, one in zip(lengths, tracked, strict=True)
+        ]
+        steps, this.is_probe = model_steps.choose(names, needs, behind, this.num_requests)
+        for i, num in enumerate(steps):
             if num:
-                this.steps[name] = num
-                this.num_new += one.model_round != self._num_rounds - 1
-                one.model_round = self._num_rounds
+                this.steps[names[i]] = num
+                this.num_fed += behind[i]
+                tracked[i].num_fed = lengths[i]
         this.chosen_at = self._clock()
         return steps
 
     def _need(self, free: Drafts, shifts: dict[str, RequestOdds]) -> float:
-        """What free drafts leave for a model to gain, 0 to 1: the chance that their first tokens fail."""
+        """What free drafts leave for a model to gain, 0 to 1: the part of its usual gain at depths where they
+        are likely to fail."""
+        typical = self._model_steps.typical
         alive = self._table.calibrate(free, shifts)
-        depth_alive = [0.0] * self._model_steps.max_steps
+        covered = 0.0
         for depth, value in zip(range(len(alive)) if free.is_chain else free.depths(), alive, strict=False):
-            if depth < len(depth_alive):
-                depth_alive[depth] += value
-        return max(0.0, 1.0 - sum(depth_alive) / len(depth_alive)) if depth_alive else 0.0
+            if depth < len(typical):
+                covered += value * typical[depth]
+        return max(0.0, 1.0 - covered / sum(typical)) if typical else 0.0
 
     def _track(self, request_id: str) -> _Tracked:
         tracked = self._requests.get(request_id)
@@ -183,18 +192,19 @@ class Controller:
         this = self._round
         self.model_seconds = max(0.0, self._clock() - this.chosen_at)
         self._draft_cost.observe(
-            max(this.steps.values()), sum(this.steps.values()), this.num_new, self.model_seconds
+            max(this.steps.values()), sum(this.steps.values()), this.num_fed, self.model_seconds
         )
         if this.is_probe:
             self._model_steps.spend(self.model_seconds)
-        else:
-            self._model_steps.observe_drafting(this.num_new)
         for name, drafts in zip(request_ids, proposals, strict=True):
             num = this.steps.get(name, 0)
-            if num:
-                survivals = _model_path(drafts, self._table.calibrate(drafts, self._track(name).shifts))
-                if survivals is not None:
-                    self._model_steps.record(name, survivals, num)
+            if not num:
+                continue
+            tracked = self._track(name)
+            tracked.num_empty = 0 if drafts.token_ids else tracked.num_empty + 1
+            survivals = _model_path(drafts, self._table.calibrate(drafts, tracked.shifts))
+            if survivals or tracked.num_empty > self.MOST_EMPTY:
+                self._model_steps.record(name, survivals, num)
 
     def _best_number(
         self, survival: Iterable[float], num_nodes: int, num_requests: int, other_rows: int, context: int
@@ -268,15 +278,13 @@ class Controller:
         return stats
 
 
-def _model_path(drafts: Drafts, alive: Sequence[float]) -> list[float] | None:
-    """Survivals along the likeliest path that a model drafted; None if it cannot be told from free drafts."""
+def _model_path(drafts: Drafts, alive: Sequence[float]) -> list[float]:
+    """Survivals along the likeliest path that a model drafted; empty if free drafts hold the same nodes."""
     last = -1
     for node, name in enumerate(drafts.source[: len(alive)]):
         if name in MODEL_SOURCES and (last < 0 or drafts.parents[node] == last):
             last = node
-    if last < 0:
-        return None if drafts.token_ids else []
-    return [alive[node] for node in (*drafts.ancestors(last), last)]
+    return [alive[node] for node in (*drafts.ancestors(last), last)] if last >= 0 else []
 
 
 def _part(drafts: Drafts, nodes: list[int]) -> Drafts:

@@ -83,55 +83,56 @@ class StepCost:
 
 
 class DraftCost:
-    """Seconds of drafting with a model, linear in its calls, their rows and the requests that are new to it.
+    """Seconds of drafting with a model: linear in its calls, their rows and the tokens fed to it before.
 
-    One call drafts the next token of every request that still wants one; a request that was not drafted for
-    in the step before has to be caught up with first. A Kalman filter over the coefficients: it begins
-    with a guess in parts of the plain step and believes what it sees.
+    One call drafts the next token of every request that still wants one. A request must first be caught up
+    with: fed what became final since it was last drafted for. A Kalman filter over the coefficients: it
+    begins with a guess in parts of the target's times and believes what it sees.
     """
 
-    GUESS = (0.03, 0.08, 0.1, 0.05)  # once, each call, each row, each new request: parts of a plain step,
-    # except the row: a part of what a row adds to a step
+    GUESS = (0.03, 0.08)  # once, each call: parts of a plain step
+    ROW_GUESS, FED_GUESS = 0.07, 0.04  # each row, each fed token: parts of what a row adds to a step
     NOISE = 0.2  # of an observation, as a part of it
     DRIFT = 0.002  # of a coefficient's variance, an observation
     MOST_SURPRISE = 3.0  # how many times the expectation an observation may count
 
     def __init__(self, plain_seconds: float, row_seconds: float) -> None:
         """The times of the target: a step of one row, and a row more."""
-        once, call, row, new = self.GUESS
         row_seconds = max(row_seconds, 0.01 * plain_seconds)
-        self._guess = [once * plain_seconds, call * plain_seconds, row * row_seconds, new * plain_seconds]
+        row, fed = self.ROW_GUESS * row_seconds, self.FED_GUESS * row_seconds
+        once, call = (part * plain_seconds for part in self.GUESS)
+        self._guess = [once, call, row, fed]
         self._theta = list(self._guess)
         # A row may also cost much more than guessed: a fifth of a call.
-        self._doubt = [*self._guess[:2], max(self._guess[2], 0.2 * self._guess[1]), self._guess[3]]
+        self._doubt = [once, call, max(row, 0.2 * call), max(fed, 0.05 * call)]
         self._cov = _diagonal(self._doubt)
         self._num_surprises = 0  # in a row
         self.num_observed = 0
 
-    def seconds(self, num_calls: int, num_rows: int, num_new: int = 0) -> float:
+    def seconds(self, num_calls: int, num_rows: int, num_fed: float = 0.0) -> float:
         """What drafting takes: nothing without a call."""
-        once, call, row, new = self._theta
-        return once + call * num_calls + row * num_rows + new * num_new if num_calls else 0.0
+        once, call, row, fed = self._theta
+        return once + call * num_calls + row * num_rows + fed * num_fed if num_calls else 0.0
 
     @property
     def per_row(self) -> float:
         return self._theta[2]
 
     @property
-    def per_new_request(self) -> float:
+    def per_fed_token(self) -> float:
         return self._theta[3]
 
-    def observe(self, num_calls: int, num_rows: int, num_new: int, seconds: float) -> None:
-        """That many calls with that many rows in all took so long."""
+    def observe(self, num_calls: int, num_rows: int, num_fed: int, seconds: float) -> None:
+        """That many calls with that many rows in all, after so many fed tokens, took so long."""
         if not num_calls or not seconds > 0:
             return
-        expected = self.seconds(num_calls, num_rows, num_new)
+        expected = self.seconds(num_calls, num_rows, num_fed)
         limited = max(expected / self.MOST_SURPRISE, min(expected * self.MOST_SURPRISE, seconds))
         self._num_surprises = self._num_surprises + 1 if limited != seconds else 0
         if self._num_surprises >= 3:  # no accident: the drafter has changed
             self._cov = _diagonal([max(pair) for pair in zip(self._theta, self._doubt, strict=True)])
         seconds = limited
-        x = (1.0, float(num_calls), float(num_rows), float(num_new))
+        x = (1.0, float(num_calls), float(num_rows), float(num_fed))
         spread = [sum(map(mul, row, x)) for row in self._cov]
         total = sum(map(mul, spread, x)) + (self.NOISE * seconds) ** 2
         surprise = (seconds - expected) / total
@@ -145,12 +146,12 @@ class DraftCost:
         self.num_observed += 1
 
     def stats(self) -> dict[str, Any]:
-        once, call, row, new = self._theta
+        once, call, row, fed = self._theta
         return {
             "once_seconds": once,
             "call_seconds": call,
             "row_seconds": row,
-            "new_request_seconds": new,
+            "fed_token_seconds": fed,
             "observed": self.num_observed,
         }
 

@@ -34,21 +34,24 @@ class _Worth:
 
     def add(self, values: Sequence[float], least_weight: float) -> None:
         self.num_drafts += 1
-        weight = max(least_weight, 1.0 / (self.num_drafts + 2))
+        weight = max(least_weight, 1.0 / (self.num_drafts + 1))
         self.values = [old + weight * (new - old) for old, new in zip(self.values, values, strict=True)]
 
 
 class ModelSteps:
     """Chooses the model steps of each request."""
 
-    PROBE_SHARE = 0.004  # of all time
+    PROBE_SHARE = 0.006  # of all time, catching up included
     PROBE_STEPS = 2  # how far a probe drafts
     PROBE_ROUNDS = 2  # a drafter that was off first has to catch up, so a single round tells little
-    MOST_SAVED = 2.0  # steps' time that probes may have saved up
+    FED_AT_ONCE = 4  # tokens of a request that are fed as a matter of course
+    PAID_OFF_IN = 128  # steps
+    MOST_SAVED = 4.0  # steps' time that probes may have saved up
     RATE = 0.1  # weight of a draft in its request's worth
     POOL_RATE = 0.04  # and in that of all requests, which new ones begin with
     GAIN_RATE = 0.05  # weight of a step in the gain over plain decoding
     MIN_GAIN = 0.01  # of the tokens, to begin drafting; any gain will do to go on
+    REFRESH = 8  # rounds between two looks at what is typical
     SHARE_TRIALS = 4.0  # how many drafts a depth's likeness to the one before is worth
     SHARE_MEMORY = 0.985  # of what is known of a depth, a draft: deeper ones are tried again now and then
 
@@ -58,12 +61,11 @@ class ModelSteps:
         self._draft_cost = draft_cost
         self._prior = list((_PRIOR * 2)[:max_steps])
         self._shares = [[0.0, 0.0] for _ in range(max_steps)]  # by depth: weight, sum of s / s before
+        self.typical = self._extended([], 0)  # survival by depth
         self._worths: dict[str, _Worth] = {}
         self._pool: _Worth | None = None
         self._gain = 1.0  # recent rate over that of plain decoding
         self._num_extra_rows = 0.0  # admitted lately, a step
-        self._num_new = 0.0  # requests that were new to drafting lately, a step
-        self._new_seconds = 0.0  # what they take
         self._rate = 0.0  # tokens per second of this round
         self._prices = [0.0] * (max_steps + 1)  # of that many more rows in this round, in tokens
         self._rounds = 0
@@ -80,16 +82,16 @@ class ModelSteps:
         others = num_rows + round(self._num_extra_rows * (num_requests - 1) / max(num_requests, 1))
         curve = self._cost.curve(context, others + self.max_steps)
         self._rate = rate = self._gain * num_requests / curve[num_rows]
-        self._new_seconds = self._num_new * self._draft_cost.per_new_request
         before = curve[others]
         self._prices = [rate * (seconds - before) for seconds in curve[others : others + self.max_steps + 1]]
 
     def choose(
-        self, request_ids: Sequence[str], needs: Sequence[float], num_requests: int
+        self, request_ids: Sequence[str], needs: Sequence[float], behind: Sequence[int], num_requests: int
     ) -> tuple[list[int], bool]:
         """(steps of each request, whether this is nothing but a probe).
 
-        `needs`: what free drafts leave to be gained, 0 to 1.
+        `needs`: what free drafts leave to be gained, 0 to 1; `behind`: tokens that the model has to be fed
+        before it can draft for a request.
         """
         pool = self._pool
         if pool is None:
@@ -98,37 +100,39 @@ class ModelSteps:
         for name in request_ids:
             worth = self._worths.get(name)
             worths.append(pool.values if worth is None else worth.values)
-        num_steps, least, gain = self._best(worths, needs)
+        fed_token = self._rate * self._draft_cost.per_fed_token
+        most = self.FED_AT_ONCE
+        # Catching up from far behind is paid off over many steps.
+        feeding = [
+            fed_token * (num if num <= most else most + (num - most) / self.PAID_OFF_IN) for num in behind
+        ]
+        num_steps, chosen, gain = self._best(worths, needs, feeding)
         if gain <= (0.0 if self._num_steps else self.MIN_GAIN * num_requests):
             num_steps = 0
         self._num_steps = num_steps
-        steps = [
-            num_steps if num_steps and need * values[num_steps] > least else 0
-            for values, need in zip(worths, needs, strict=True)
-        ]
-        return self._with_probe(request_ids, steps)
+        steps = [num_steps if is_chosen else 0 for is_chosen in chosen] if num_steps else [0] * len(needs)
+        return self._with_probe(request_ids, behind, steps)
 
-    def _best(self, worths: Sequence[Sequence[float]], needs: Sequence[float]) -> tuple[int, float, float]:
-        """(number of steps that gains most, what a request's drafts must be worth to have them, gain)."""
-        best = (0, 0.0, 0.0)
+    def _best(
+        self, worths: Sequence[Sequence[float]], needs: Sequence[float], feeding: Sequence[float]
+    ) -> tuple[int, list[bool], float]:
+        """(number of steps that gains most, for whom, gain in tokens)."""
+        best: tuple[int, list[bool], float] = (0, [], 0.0)
         for num in range(1, self.max_steps + 1):
             # A request must pay for its own rows in the drafter, all together for its calls.
-            least = self._rate * self._draft_cost.per_row * num
-            values = [need * values[num] for values, need in zip(worths, needs, strict=True)]
-            chosen = [value for value in values if value > least]
-            if not chosen:
-                continue
-            cost = self._draft_cost.seconds(num, num * len(chosen)) + self._new_seconds
-            gain = sum(chosen) - self._rate * cost
+            rows = self._rate * self._draft_cost.per_row * num
+            values = [
+                need * worth[num] - fed - rows
+                for worth, need, fed in zip(worths, needs, feeding, strict=True)
+            ]
+            gain = sum([value for value in values if value > 0.0])
             if gain > best[2]:
-                best = (num, least, gain)
+                gain -= self._rate * self._draft_cost.seconds(num, 0)
+                if gain > best[2]:
+                    best = (num, [value > 0.0 for value in values], gain)
         return best
 
     # --- probing ---
-
-    def observe_drafting(self, num_new: int) -> None:
-        """A round that was not a probe drafted for so many requests that had to be caught up with."""
-        self._num_new += self.GAIN_RATE * (num_new - self._num_new)
 
     def earn(self, seconds: float) -> None:
         """A step took so long: a part of that may go into probes."""
@@ -138,27 +142,36 @@ class ModelSteps:
         """Drafting that was a probe took so long."""
         self._probe_seconds -= seconds
 
-    def _with_probe(self, request_ids: Sequence[str], steps: list[int]) -> tuple[list[int], bool]:
+    def _with_probe(
+        self, request_ids: Sequence[str], behind: Sequence[int], steps: list[int]
+    ) -> tuple[list[int], bool]:
         """Let one of those that get nothing be drafted for, if there is time for it."""
         if all(steps):
             return steps, False
         num = min(self.PROBE_STEPS, self.max_steps)
         is_alone = not any(steps)
-        chosen = [i for i, name in enumerate(request_ids) if self._probed.get(name) and not steps[i]]
+        probed = self._probed
+        chosen = [i for i, name in enumerate(request_ids) if probed and probed.get(name) and not steps[i]]
         if not chosen:
             cost = self._draft_cost.seconds(num, num) if is_alone else self._draft_cost.per_row * num
-            cost = cost * self.PROBE_ROUNDS + self._draft_cost.per_new_request
+            if self._probe_seconds < cost * self.PROBE_ROUNDS:
+                return steps, False
+            idle = [i for i, num_steps in enumerate(steps) if not num_steps]
+            # The least recent: new requests first, and of those whom little has to be read of.
+            first = min(idle, key=lambda i: (self._last_probe.get(request_ids[i], -1), behind[i]))
+            cost = cost * self.PROBE_ROUNDS + self._draft_cost.per_fed_token * behind[first]
             if self._probe_seconds < cost:
                 return steps, False
             if not is_alone:
                 self.spend(cost)
-            idle = [i for i, num_steps in enumerate(steps) if not num_steps]
-            chosen = [min(idle, key=lambda i: self._last_probe.get(request_ids[i], -1))]
-            self._probed[request_ids[chosen[0]]] = self.PROBE_ROUNDS
-            self._last_probe[request_ids[chosen[0]]] = self._rounds
+            chosen = [first]
+            probed[request_ids[first]] = self.PROBE_ROUNDS
+            self._last_probe[request_ids[first]] = self._rounds
         for i in chosen:
             steps[i] = num
-            self._probed[request_ids[i]] -= 1
+            probed[request_ids[i]] -= 1
+            if not probed[request_ids[i]]:
+                del probed[request_ids[i]]
         return steps, is_alone
 
     # --- learning ---
@@ -174,6 +187,8 @@ class ModelSteps:
         for share in self._shares[len(survivals) :]:
             share[0] *= self.SHARE_MEMORY
             share[1] *= self.SHARE_MEMORY
+        if self._rounds % self.REFRESH == 0:
+            self.typical = self._extended([], 0)
         values = self._priced(self._extended(survivals, num_asked))
         assert self._pool is not None
         worth = self._worths.get(request_id)
@@ -218,7 +233,7 @@ class ModelSteps:
     def stats(self) -> dict[str, Any]:
         return {
             "model_steps": self._num_steps,
-            "expected_survival": [round(value, 4) for value in self._extended([], 0)],
+            "expected_survival": [round(value, 4) for value in self.typical],
             "worth_by_steps": [round(value, 4) for value in self._pool.values[1:]] if self._pool else [],
             "recent_gain": round(self._gain, 4),
             "probe_seconds_left": self._probe_seconds,
