@@ -112,6 +112,17 @@ Tile make_tile(const AttentionArgs& args, const AttentionUnit& unit, float* scra
   return Tile(scratch, int(unit.row_end - unit.row_begin) * group, group, args.cache->head_dim);
 }
 
+// Memory that another core has had is asked for before it is written: stores would wait for it line by line.
+void take_over(float* memory, int64_t floats) {
+  for (int64_t i = 0; i < floats; i += 16) {
+#if defined(__AVX2__)
+    asm volatile("prefetchw %0" ::"m"(memory[i]));
+#else
+    __builtin_prefetch(memory + i, 1, 3);
+#endif
+  }
+}
+
 template <class T>
 void attend_typed(const AttentionBatch& batch, const AttentionArgs& args, const AttentionUnit& unit, float* scratch) {
   Tile tile = make_tile(args, unit, scratch);
@@ -136,6 +147,7 @@ void attend_typed(const AttentionBatch& batch, const AttentionArgs& args, const 
   for (int chunk = unit.chunk_begin; chunk < unit.chunk_end; ++chunk) {
     const Partial part =
         unit.partials ? Partial(unit.partials + (chunk - unit.chunk_begin) * stride, tile.rows) : tile.part;
+    if (unit.partials) take_over(part.maximum, stride);
     const CacheChunk<T> next = chunk_at(min_of(chunk + 1, unit.chunk_end - 1));
     tile.look_at(chunk);
     const auto reduce = [&](const auto& source) {
