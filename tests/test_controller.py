@@ -261,7 +261,7 @@ def test_measuring_keeps_the_least_of_each_size_within_its_budget() -> None:
 def test_a_slow_machine_leaves_the_large_sizes_out_and_starts_in_time() -> None:
     machine = FakeMachine()
     measured = measure(machine, contexts=(128,), budget_s=0.0, clock=machine.clock)
-    assert machine.runs[1:] == [(rows, 128) for rows in ROWS[:3]]
+    assert machine.runs[1:] == [(rows, 128) for rows in (*ROWS[:3], ROWS[0])]
     assert measured.rows == ROWS[:3]
     assert measured.curve(128, 64)[64] == pytest.approx(0.01 + 0.001 * 64 + 1e-6 * 128)
 
@@ -276,6 +276,22 @@ def test_a_calibration_is_kept_on_disk_by_its_key(monkeypatch: pytest.MonkeyPatc
     load_or_measure({"model": "m", "threads": 1}, machine, budget_s=0.0)
     assert len(machine.runs) == 2 * num_runs
     assert len(list(tmp_path.rglob("*.json"))) == 2 and not list(tmp_path.rglob("*.tmp"))
+
+
+def test_what_a_busy_machine_measured_is_not_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    busy = FakeMachine(noise=0.05)  # every fifth step is interrupted; the last check is one of them
+    assert not load_or_measure({"model": "m"}, busy, contexts=(128,), budget_s=0.0).is_steady
+    assert not list(tmp_path.rglob("*.json"))
+    assert load_or_measure({"model": "m"}, FakeMachine(), contexts=(128,), budget_s=0.0).is_steady
+    assert len(list(tmp_path.rglob("*.json"))) == 1
+
+
+def test_a_calibration_that_was_disturbed_is_set_right_within_a_few_steps() -> None:
+    cost = StepCost(calibration(*FLAT))
+    for _ in range(16):
+        cost.observe(1, 0, 0.07)
+    assert cost.curve(0, 1)[1] == pytest.approx(0.07, rel=0.25)
 
 
 @pytest.mark.parametrize(

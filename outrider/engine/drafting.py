@@ -79,6 +79,8 @@ class Drafting:
         self._drafting_seconds = 0.0  # of this step
         self._plain_seconds = 0.0  # what recent steps' tokens would have taken without drafts, a step
         self._seconds = 0.0  # what they took
+        self._tokens = 0.0  # and gave
+        self._drafting = 0.0  # seconds of them that went into drafting
         if controller is not None and hasattr(proposer, "choose_model_steps"):
             proposer.choose_model_steps = controller.choose_model_steps
 
@@ -114,7 +116,14 @@ class Drafting:
             "health": self.health.stats(),
         }
         if self._seconds > 0:
-            stats["profit_ratio"] = self._plain_seconds / self._seconds
+            stats["profit_ratio"] = ratio = self._plain_seconds / self._seconds
+            stats["profit"] = {
+                "ratio": ratio,
+                "gain": ratio - 1.0,  # negative where speculation loses
+                "tokens_per_second": self._tokens / self._seconds,
+                "plain_tokens_per_second": self._tokens / self._plain_seconds,
+                "drafting_share": self._drafting / self._seconds,
+            }
         if self.controller is not None:
             stats["controller"] = self.health.guarded("controller", self.controller.stats) or {}
         return stats
@@ -137,6 +146,8 @@ class Drafting:
             plain_seconds = num_steps * self._plain_step(len(results), context)
             self._plain_seconds += (plain_seconds - self._plain_seconds) * _PROFIT_RATE
             self._seconds += (seconds - self._seconds) * _PROFIT_RATE
+            self._tokens += (num_steps * len(results) - self._tokens) * _PROFIT_RATE
+            self._drafting += (drafting - self._drafting) * _PROFIT_RATE
             gained = plain_seconds - (seconds - without_model)
         if self.is_active:
             self.health.observe(without_model, gained, seconds)
@@ -189,13 +200,13 @@ class Drafting:
             proposals = self.proposer.propose(requests, limits)
             if len(proposals) != len(requests):
                 raise ValueError(f"{len(requests)} requests need as many drafts, got {len(proposals)}")
+            checked = [
+                self._check(drafts, limit) if drafts.token_ids else NO_DRAFTS
+                for drafts, limit in zip(proposals, limits, strict=True)
+            ]
         except Exception:
             self.health.end_round(has_failed=True)
             raise
-        checked = [
-            self._check(drafts, limit) if drafts.token_ids else NO_DRAFTS
-            for drafts, limit in zip(proposals, limits, strict=True)
-        ]
         self.health.end_round(has_failed=self.health.num_errors > num_errors)
         return checked
 

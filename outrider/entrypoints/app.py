@@ -33,6 +33,7 @@ from outrider.entrypoints.protocol import (
     parse,
 )
 from outrider.entrypoints.responses import Answer, Wanted
+from outrider.entrypoints.speculation_view import speculation_view
 
 logger = logging.getLogger(__name__)
 
@@ -165,7 +166,7 @@ def _add_state_routes(app: FastAPI, state: ServerState) -> None:
     async def speculation() -> Response:
         """What speculation does now: sources, acceptance, the controller's decisions."""
         stats = await state.parts()[0].stats()
-        return json_response(_speculation_view(stats))
+        return json_response(speculation_view(stats))
 
     @app.get("/metrics")
     async def metrics() -> Response:

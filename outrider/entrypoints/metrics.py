@@ -92,13 +92,23 @@ def _speculation(stats: Mapping[str, Any]) -> Iterator[Metric]:
         "outrider:spec_decode_mean_acceptance_length", "Tokens a window emitted, mean since the start",
         value=emitted / windows if windows else 0.0,
     )  # fmt: skip
-    profit = (stats.get("speculation") or {}).get("profit_ratio")
+    speculation: Mapping[str, Any] = stats.get("speculation") or {}
+    profit = speculation.get("profit_ratio")
     if profit is not None:
         yield GaugeMetricFamily(
             "outrider:spec_decode_profit_ratio",
-            "Tokens per second against the calibrated plain step",
+            "Tokens per second of the last decoding steps against plain ones; under 1 speculation loses",
             value=profit,
         )
+    health: Mapping[str, Any] = speculation.get("health") or {}
+    errors = health.get("errors", {})
+    yield _labelled(
+        "spec_decode_num_draft_errors", "Failures of the drafter, by what was asked", "kind", errors
+    )
+    yield CounterMetricFamily(
+        "outrider:spec_decode_num_draft_pauses", "Times that a failing or slow drafter was left alone",
+        value=health.get("pauses", 0),
+    )  # fmt: skip
 
 
 def _labelled(name: str, text: str, label: str, counts: Mapping[str, float]) -> Metric:

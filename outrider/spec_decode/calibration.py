@@ -26,6 +26,7 @@ ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 CONTEXTS = (128, 1024)
 BUDGET_S = 0.9  # of all measuring; the smallest sizes are measured in any case
 MOST_REPEATS = 7
+STEADY = 1.3  # how many times its least a step may take before and after, for the measurement to be kept
 
 RunRows = Callable[[int, int], float]  # (rows, context tokens of each) -> seconds of one step
 
@@ -41,6 +42,7 @@ class Calibration:
     rows: tuple[int, ...]
     contexts: tuple[int, ...]
     seconds: tuple[tuple[float, ...], ...]  # [context][rows]
+    is_steady: bool = True  # measured while the machine did nothing else, as far as can be told
 
     def __post_init__(self) -> None:
         if not self.rows or list(self.rows) != sorted(set(self.rows)) or self.rows[0] < 1:
@@ -99,6 +101,8 @@ def measure(
         for context in contexts:
             best[context, num] = max(run_rows(num, context), 1e-9)
     measured = tuple(num for num in rows if (contexts[0], num) in best)
+    smallest = contexts[0], rows[0]
+    first = best[smallest]
     for _ in range(MOST_REPEATS - 1):
         for context in contexts:
             for num in measured:
@@ -106,13 +110,16 @@ def measure(
                     break
                 best[context, num] = min(max(run_rows(num, context), 1e-9), best[context, num])
     seconds_of = tuple(tuple(_rising([best[context, num] for num in measured])) for context in contexts)
-    return Calibration(measured, tuple(contexts), seconds_of)
+    last = max(run_rows(rows[0], contexts[0]), 1e-9)
+    is_steady = max(first, last) <= STEADY * min(best[smallest], last)
+    return Calibration(measured, tuple(contexts), seconds_of, is_steady)
 
 
 def load_or_measure(key: Mapping[str, str | int], run_rows: RunRows, **options: Any) -> Calibration:
     """The calibration for `key` (what names the model and how it runs), from disk if it was measured before.
 
-    The machine and the build are added to the key. `options` go to `measure`.
+    The machine and the build are added to the key. `options` go to `measure`. What was measured while the
+    machine was busy serves this start only.
     """
     full_key = {**{name: str(value) for name, value in key.items()}, **_machine()}
     path = (
@@ -122,7 +129,8 @@ def load_or_measure(key: Mapping[str, str | int], run_rows: RunRows, **options: 
     found = _read(path, full_key)
     if found is None:
         found = measure(run_rows, **options)
-        _write(path, full_key, found)
+        if found.is_steady:
+            _write(path, full_key, found)
     return found
 
 

@@ -21,6 +21,8 @@ class StepCost:
 
     RATE = 0.08  # weight of a new observation in the common factor
     BEND_RATE = 0.02  # and in that of its own row count
+    FIRST_RATE = 0.3
+    FIRST_STEPS = 16  # in which a calibration that was disturbed is set right quickly
     MOST_SURPRISE = 0.25  # of the logarithm; a step that the machine interrupted must not bend the curve
     REFRESH = 32  # observations between two looks at the correction
     CONTEXT_STEP = 256  # contexts that share a curve
@@ -64,12 +66,14 @@ class StepCost:
             return  # a long prompt's step says nothing about verifying
         plain = self._plain_curve(context // self.CONTEXT_STEP, rows)[rows]
         surprise = math.log(seconds / plain / self._factor(rows))
-        surprise = max(-self.MOST_SURPRISE, min(self.MOST_SURPRISE, surprise))
+        is_early = self._num_observed < self.FIRST_STEPS
+        most = self.MOST_SURPRISE * (4 if is_early else 1)
+        surprise = max(-most, min(most, surprise))
         nearest = min(range(len(known)), key=lambda i: abs(known[i] - rows))
-        self._common += self.RATE * surprise
+        self._common += (self.FIRST_RATE if is_early else self.RATE) * surprise
         self._bends[nearest] *= math.exp(self.BEND_RATE * surprise)
         self._num_observed += 1
-        if self._num_observed % self.REFRESH == 0:
+        if is_early or self._num_observed % self.REFRESH == 0:
             self._curves.clear()
 
     def stats(self) -> dict[str, Any]:
