@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from outrider.config import DEFAULT_MODEL, EngineConfig
 from outrider.engine.factory import build_engine, load
 from outrider.request import (
@@ -81,46 +83,67 @@ class LLM:
         prompts: str | Sequence[int] | Sequence[str | Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        predictions: Sequence[str | Sequence[int] | None] | None = None,
         use_progress_bar: bool | None = None,
     ) -> list[Completion]:
         """One answer for each prompt (text or token ids), in order.
 
-        `params` is for all prompts or one for each. A prompt the engine refuses is a ValueError before
+        `params` is for all prompts or one for each. `predictions` say what each answer will mostly be: they
+        are drafts, so it comes sooner. A prompt the engine refuses is a ValueError before
         anything runs. The bar is shown on a terminal when there are several prompts.
         """
         is_one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
         many: Sequence[Any] = [prompts] if is_one else prompts
         token_ids = [self.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in many]
-        return self._run(token_ids, params, use_progress_bar)
+        return self._run(token_ids, self._params(len(token_ids), params, predictions), use_progress_bar)
 
     def chat(
         self,
         conversations: Sequence[Sequence[Mapping[str, Any]]] | Sequence[Mapping[str, Any]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        predictions: Sequence[str | Sequence[int] | None] | None = None,
         use_progress_bar: bool | None = None,
         **template: Any,
     ) -> list[Completion]:
-        """One answer for each list of messages; `template` are keywords of `apply_chat_template`."""
+        """One answer for each list of messages, as `generate` gives them; `template` are keywords of
+        `apply_chat_template`."""
         is_one = len(conversations) > 0 and isinstance(conversations[0], Mapping)
         many: Sequence[Any] = [conversations] if is_one else conversations
         template.setdefault("chat_template", self._chat_template)
         texts = [self.tokenizer.apply_chat_template(messages, **template) for messages in many]
         token_ids = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
-        return self._run(token_ids, params, use_progress_bar)
+        return self._run(token_ids, self._params(len(token_ids), params, predictions), use_progress_bar)
+
+    def _params(
+        self,
+        num_prompts: int,
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        predictions: Sequence[str | Sequence[int] | None] | None,
+    ) -> list[SamplingParams]:
+        """Parameters for each prompt."""
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * num_prompts
+        if len(params) != num_prompts:
+            raise ValueError(f"{num_prompts} prompts need as many SamplingParams (or one), got {len(params)}")
+        if predictions is None:
+            return list(params)
+        if isinstance(predictions, str) or len(predictions) != num_prompts:
+            raise ValueError(
+                f"{num_prompts} prompts need a list of as many predictions (None: no prediction)"
+            )
+        encode = self.tokenizer.encode
+        ids = [
+            encode(p, add_special_tokens=False) if isinstance(p, str) else list(p or ()) for p in predictions
+        ]
+        return [
+            msgspec.structs.replace(each, prediction_token_ids=predicted) if predicted else each
+            for each, predicted in zip(params, ids, strict=True)
+        ]
 
     def _run(
-        self,
-        prompts: list[list[int]],
-        params: SamplingParams | Sequence[SamplingParams] | None,
-        use_progress_bar: bool | None,
+        self, prompts: list[list[int]], params: list[SamplingParams], use_progress_bar: bool | None
     ) -> list[Completion]:
-        if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(prompts)
-        if len(params) != len(prompts):
-            raise ValueError(
-                f"{len(prompts)} prompts need as many SamplingParams (or one), got {len(params)}"
-            )
         requests = [
             AddRequest(str(next(self._ids)), prompt, each, time.monotonic())
             for prompt, each in zip(prompts, params, strict=True)

@@ -50,6 +50,24 @@ def test_each_prompt_may_have_its_own_parameters(llm: LLM) -> None:
         llm.generate(["a", "b"], [GREEDY])
 
 
+def test_predictions_save_steps_and_change_nothing(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=40)
+    plain = llm.generate(["The capital of France is", "One fine day"], params)
+    right = plain[0].text
+    half = llm.tokenizer.encode(right)[:12] + llm.tokenizer.encode(" or so they say,")
+    predicted = llm.generate(["The capital of France is", "One fine day"], params, predictions=[right, None])
+    wrong = llm.generate("The capital of France is", params, predictions=[half])
+    assert [c.token_ids for c in predicted] == [c.token_ids for c in plain]
+    assert wrong[0].token_ids == plain[0].token_ids
+    assert predicted[0].speculation["steps"] < plain[0].speculation["steps"] / 2
+    assert predicted[0].speculation["by_source"]["predicted"]["accepted_tokens"] > 20
+    assert "predicted" not in predicted[1].speculation["by_source"]
+    with pytest.raises(ValueError, match="1 prompts need a list of as many predictions"):
+        llm.generate("Hello", params, predictions=["a", "b"])
+    with pytest.raises(ValueError, match="prediction_token_ids must hold token ids in"):
+        llm.generate("Hello", params, predictions=[[-1]])
+
+
 def test_chat_uses_the_template(llm: LLM) -> None:
     messages = [{"role": "user", "content": "Say hello."}]
     (answer,) = llm.chat(messages, GREEDY)

@@ -54,6 +54,28 @@ def ask(client: openai.OpenAI, prompt: str, **fields: Any) -> str:
     return answer.choices[0].message.content or ""
 
 
+def test_a_prediction_is_counted_in_the_usage_and_changes_no_token(client: openai.OpenAI) -> None:
+    request: dict[str, Any] = {
+        "model": "smollm2-135m", "max_tokens": 48, "temperature": 0,
+        "messages": [{"role": "user", "content": "Write two sentences about rivers."}],
+        "extra_body": {"speculation": "off"},
+    }  # fmt: skip
+    plain = client.chat.completions.create(**request)
+    text = plain.choices[0].message.content or ""
+    words = text.split(" ")
+    edited = " ".join([*words[:8], "(as they say)", *words[9:]])
+    request["extra_body"] = {}
+    for prediction in (text, [{"type": "text", "text": edited[:40]}, {"type": "text", "text": edited[40:]}]):
+        answer = client.chat.completions.create(
+            **request, prediction={"type": "content", "content": prediction}
+        )
+        assert answer.choices[0].message.content == text
+        assert answer.usage and answer.usage.completion_tokens_details
+        details = answer.usage.completion_tokens_details
+        assert (details.accepted_prediction_tokens or 0) > 10
+        assert (details.rejected_prediction_tokens or 0) < (details.accepted_prediction_tokens or 0)
+
+
 @pytest.mark.parametrize(
     "sampling", [{"temperature": 0}, {"temperature": 0.7, "seed": 11}], ids=["greedy", "sampled"]
 )

@@ -7,10 +7,13 @@ engine, so a bad request never costs another request anything.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+import msgspec
 
 from outrider.entrypoints.errors import ApiError, bad_request
 from outrider.entrypoints.protocol import (
@@ -87,7 +90,8 @@ class Preparer:
         max_tokens, name = request.max_tokens, "max_tokens"
         if request.max_completion_tokens is not None:
             max_tokens, name = request.max_completion_tokens, "max_completion_tokens"
-        return self._prepare(request, prompts, "messages", (name, max_tokens), ("top_logprobs", logprobs))
+        prepared = self._prepare(request, prompts, "messages", (name, max_tokens), ("top_logprobs", logprobs))
+        return await self._with_prediction(request, prepared)
 
     async def completion(self, request: CompletionRequest) -> Prepared:
         """A completion request: one or several prompts, as text or ids."""
@@ -99,6 +103,7 @@ class Preparer:
         prepared = self._prepare(
             request, prompts, "prompt", ("max_tokens", request.max_tokens), ("logprobs", request.logprobs)
         )
+        prepared = await self._with_prediction(request, prepared)
         if request.echo:
             texts = texts or [self.tokenizer.decode(p, skip_special_tokens=False) for p in prompts]
             return Prepared(prompts, prepared.params, prepared.n, prepared.seed, texts, prepared.model)
@@ -190,6 +195,24 @@ class Preparer:
     @staticmethod
     async def _run(encode: Callable[[str], list[int]], text: str) -> list[int]:
         return await asyncio.to_thread(encode, text) if len(text) > LONG_TEXT else encode(text)
+
+    async def _with_prediction(self, request: GenerationRequest, prepared: Prepared) -> Prepared:
+        """The request with what its client expects of the answer, for every choice."""
+        if request.prediction is None:
+            return prepared
+        text, limit = request.prediction.text, self.limits.max_model_len
+        ids: list[int] = []
+        is_too_long = len(text.encode()) > limit * self._max_token_bytes
+        if not is_too_long:
+            ids = await self._run(lambda t: self.tokenizer.encode(t, add_special_tokens=False), text)
+        if is_too_long or len(ids) > limit:
+            raise bad_request(
+                f"the prediction is longer than the model's context of {limit} tokens, so no answer can "
+                "follow it to its end; shorten it",
+                "prediction", "context_length_exceeded",
+            )  # fmt: skip
+        params = [msgspec.structs.replace(each, prediction_token_ids=ids) for each in prepared.params]
+        return dataclasses.replace(prepared, params=params)
 
     def _too_long(self, length: int | str, param: str) -> ApiError:
         return bad_request(
@@ -309,8 +332,6 @@ def _speculation(value: str | Speculation | None) -> SpeculationParams | None:
 
 
 def _with_seed(params: SamplingParams, seed: int) -> SamplingParams:
-    import msgspec
-
     return msgspec.structs.replace(params, seed=seed)
 
 

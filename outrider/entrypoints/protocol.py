@@ -26,7 +26,6 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (),
     "functions": ([],),
     "function_call": ("none",),
-    "prediction": (),
     "suffix": ("",),
     "guided_json": (),
     "guided_regex": (),
@@ -89,8 +88,19 @@ class StreamOptions(WireModel):
 class Speculation(WireModel):
     """Per-request override; it changes the speed, never the tokens."""
 
-    method: Literal["auto", "ngram", "naive", "off"] | None = None
+    method: Literal["auto", "mtp", "ngram", "suffix", "draft_model", "naive", "off"] | None = None
     max_draft_tokens: Annotated[int, Field(ge=0, le=32)] | None = None
+
+
+class Prediction(WireModel):
+    """What the answer will mostly be, as when a text is sent to be changed a little."""
+
+    type: Literal["content"]
+    content: str | list[TextPart]
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
 class GenerationRequest(WireModel):
@@ -122,6 +132,7 @@ class GenerationRequest(WireModel):
     cache_salt: str | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     speculation: Literal["off"] | Speculation | None = None
+    prediction: Prediction | None = None
     return_speculation: bool | Literal["detailed"] | None = None
     prompt_token_ids: list[TokenId] | None = None
 
@@ -234,7 +245,9 @@ def _explain(model: type[WireModel], error: pydantic.ValidationError) -> ApiErro
     if part is not None:
         param = _field_path(part["loc"])
         return bad_request(
-            f"{param} {part['input']!r} is not supported; allowed: 'text'", param, "unsupported_field"
+            f"{param} {_shown(part['input'])} is not supported; allowed: {part['ctx']['expected']}",
+            param,
+            "unsupported_field",
         )
     unknown = next((e for e in errors if e["type"] == "extra_forbidden"), None)
     if unknown is not None:
