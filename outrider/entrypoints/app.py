@@ -8,11 +8,10 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import HTMLResponse, Response
+from fastapi.responses import Response
 
 from outrider import __version__
 from outrider.config import Configuration
@@ -20,6 +19,7 @@ from outrider.entrypoints.errors import ApiError, bad_request
 from outrider.entrypoints.generation import ClientGoneError, Engine, Gate, Generation
 from outrider.entrypoints.http_edge import add_edge, json_response, read_body
 from outrider.entrypoints.metrics import CONTENT_TYPE, render
+from outrider.entrypoints.page import add_page_routes
 from outrider.entrypoints.prepare import Prepared, Preparer
 from outrider.entrypoints.protocol import (
     AbortRequest,
@@ -37,7 +37,6 @@ from outrider.entrypoints.speculation_view import speculation_view
 
 logger = logging.getLogger(__name__)
 
-UI = Path(__file__).parent / "ui"
 BODIES: dict[str, type[WireModel]] = {
     "/v1/chat/completions": ChatCompletionRequest,
     "/v1/completions": CompletionRequest,
@@ -83,6 +82,7 @@ def create_app(state: ServerState) -> FastAPI:
     _add_generation_routes(app, state)
     _add_token_routes(app, state)
     _add_state_routes(app, state)
+    add_page_routes(app)
     return app
 
 
@@ -190,38 +190,6 @@ def _add_state_routes(app: FastAPI, state: ServerState) -> None:
     @app.get("/version")
     async def version() -> Response:
         return json_response({"version": __version__})
-
-    @app.get("/", include_in_schema=False)
-    async def page() -> Response:
-        return HTMLResponse((UI / "index.html").read_text(encoding="utf-8"))
-
-    @app.get("/docs", include_in_schema=False)
-    async def docs() -> Response:
-        return HTMLResponse((UI / "docs.html").read_text(encoding="utf-8"))
-
-
-def _speculation_view(stats: dict[str, Any]) -> dict[str, Any]:
-    names = {
-        "num_draft_steps": "drafts",
-        "num_draft_tokens": "draft_tokens",
-        "num_accepted_tokens": "accepted_tokens",
-        "num_draft_tokens_per_position": "draft_tokens_per_position",
-        "num_accepted_per_position": "accepted_tokens_per_position",
-    }  # fmt: skip
-    sources: dict[str, dict[str, Any]] = {}
-    for key, name in names.items():
-        for source, value in stats.get(key, {}).items():
-            sources.setdefault(source, {})[name] = value
-    for counts in sources.values():
-        drafted = counts.get("draft_tokens", 0)
-        counts["acceptance_rate"] = counts.get("accepted_tokens", 0) / drafted if drafted else 0.0
-    emitted, windows = stats.get("num_generation_tokens", 0), stats.get("num_emitting_windows", 0)
-    return {
-        "sources": sources,
-        "emitted_tokens": emitted,
-        "mean_acceptance_length": emitted / windows if windows else 0.0,
-        **(stats.get("speculation") or {}),
-    }
 
 
 def _wanted(request: Request, body: GenerationRequest, *, logprobs: bool, top: int) -> Wanted:

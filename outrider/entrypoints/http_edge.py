@@ -14,13 +14,14 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
+from outrider.entrypoints import page
 from outrider.entrypoints.errors import ApiError
 from outrider.entrypoints.generation import ClientGoneError
 
 logger = logging.getLogger(__name__)
 
 # Served to anyone; everything else needs a key when keys are configured.
-OPEN_PATHS = frozenset({"/", "/health", "/ping", "/metrics", "/version", "/docs", "/openapi.json"})
+OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/version", "/openapi.json"}) | page.PATHS
 GENERATION_PATHS = ("/v1/chat/completions", "/v1/completions")
 BODY_TIMEOUT = 60.0  # seconds without a byte of a body that was announced
 

@@ -1,0 +1,182 @@
+// One answer on the page: its text as markdown, each token coloured by where it came from, figures below.
+
+import { Markdown, copyText, element } from "./markdown.js";
+
+export const SOURCES = {
+  model: "model",
+  mtp: "MTP",
+  ngram: "n-gram",
+  suffix: "suffix",
+  predicted: "prediction",
+  grammar: "grammar",
+  draft_model: "draft model",
+};
+export const nameOf = (source) => SOURCES[source] ?? source;
+export const classOf = (source) => (source in SOURCES ? source : "other");
+
+export class Answer {
+  constructor(container) {
+    this.text = "";
+    this.tokenIds = [];
+    this.ends = []; // where each token ends in the text
+    this.origins = []; // and its source
+    this.counts = {}; // tokens by source
+    this.arrivals = []; // [milliseconds, characters, tokens] after each chunk
+    this.waiting = []; // tokens whose text has not come yet: it may be held back
+    this.body = element("div", { class: "prose", "aria-busy": "true" });
+    this.figures = element("footer");
+    container.append(this.body, this.figures);
+    this.markdown = new Markdown(this.body, (parent, text, places) => this.emit(parent, text, places));
+    this.shownLength = null; // show only so much of it (replay)
+    this.isDrawing = false;
+    this.began = performance.now();
+  }
+
+  // Take a chunk of the stream.
+  add(chunk) {
+    if (chunk.usage) this.usage = chunk.usage;
+    if (chunk.speculation) this.speculation = chunk.speculation;
+    this.seed = chunk.seed;
+    const choice = chunk.choices[0];
+    if (!choice) return;
+    const sources = choice.token_sources ?? [];
+    sources.forEach((source, i) => {
+      this.counts[source] = (this.counts[source] ?? 0) + 1;
+      this.waiting.push({ text: choice.token_strs[i], source });
+    });
+    this.tokenIds.push(...(choice.token_ids ?? []));
+    this.finishReason = choice.finish_reason ?? this.finishReason;
+    const text = choice.delta.content ?? "";
+    this.attribute(text);
+    this.text += text;
+    if (sources.length) {
+      const before = this.arrivals.at(-1)?.[2] ?? 0;
+      this.arrivals.push([performance.now() - this.began, this.text.length, before + sources.length]);
+    }
+    this.draw();
+  }
+
+  // Say which tokens `text` is made of. Text of a token may come later than the token, or never.
+  attribute(text) {
+    let end = this.text.length;
+    const mark = (length, source) => {
+      end += length;
+      this.ends.push(end);
+      this.origins.push(source);
+      text = text.slice(length);
+    };
+    while (text) {
+      const token = this.waiting[0];
+      if (!token) mark(text.length, "model");
+      else if (!token.text) this.waiting.shift();
+      else if (text.startsWith(token.text)) {
+        mark(token.text.length, token.source);
+        this.waiting.shift();
+      } else if (token.text.startsWith(text)) {
+        const { length } = text;
+        mark(length, token.source);
+        token.text = token.text.slice(length);
+      } else {
+        const next = this.waiting.findIndex((other) => other.text && text.startsWith(other.text));
+        if (next > 0) this.waiting.splice(0, next); // tokens that are not shown
+        else mark(1, token.source);
+      }
+    }
+  }
+
+  emit(parent, text, places) {
+    let i = 0;
+    while (i < text.length) {
+      const token = this.tokenAt(places[i]);
+      let j = i + 1;
+      while (j < text.length && places[j] < this.ends[token] && places[j] > places[j - 1]) j++;
+      const piece = text.slice(i, j);
+      const source = this.origins[token] ?? "model";
+      if (source === "model") parent.append(piece);
+      else parent.append(element("span", { class: `token ${classOf(source)}`, title: nameOf(source) }, piece));
+      i = j;
+    }
+  }
+
+  tokenAt(place) {
+    let low = 0;
+    let high = this.ends.length - 1;
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      if (this.ends[middle] > place) high = middle;
+      else low = middle + 1;
+    }
+    return low;
+  }
+
+  draw() {
+    if (this.isDrawing) return;
+    this.isDrawing = true;
+    requestAnimationFrame(() => {
+      this.isDrawing = false;
+      this.render();
+    });
+  }
+
+  render() {
+    const text = this.shownLength === null ? this.text : this.text.slice(0, this.shownLength);
+    this.markdown.render(text);
+    this.onDraw?.();
+  }
+
+  // Tokens per second from the first chunk to the last; null while unknown.
+  get speed() {
+    if (this.arrivals.length < 2) return null;
+    const [first, last] = [this.arrivals[0], this.arrivals.at(-1)];
+    return (last[2] - first[2]) / ((last[0] - first[0]) / 1000);
+  }
+
+  // The answer is complete, or `note` says why it is not.
+  finish(note) {
+    this.body.setAttribute("aria-busy", "false");
+    this.render();
+    this.figures.replaceChildren(this.shares(), this.line(note), this.buttons());
+  }
+
+  shares() {
+    const total = Object.values(this.counts).reduce((sum, count) => sum + count, 0);
+    const bar = element("div", { class: "shares", role: "img", "aria-label": this.sharesInWords(total) });
+    for (const source of Object.keys(SOURCES).filter((name) => this.counts[name])) {
+      const part = element("i", { class: source, title: `${nameOf(source)}: ${this.counts[source]} of ${total} tokens` });
+      part.style.flexGrow = this.counts[source];
+      bar.append(part);
+    }
+    return bar;
+  }
+
+  sharesInWords(total) {
+    const parts = Object.entries(this.counts).map(([source, count]) => `${nameOf(source)} ${count}`);
+    return `${total} tokens: ${parts.join(", ")}`;
+  }
+
+  line(note) {
+    const line = element("p", { class: "numbers" });
+    if (note) line.append(element("strong", {}, note));
+    if (this.speed !== null) line.append(element("span", { class: "speed" }, `${this.speed.toFixed(1)} tok/s`));
+    const count = this.usage?.completion_tokens ?? this.arrivals.at(-1)?.[2] ?? 0;
+    line.append(element("span", {}, `${count} tokens`));
+    const stats = this.speculation;
+    if (stats?.draft_tokens) {
+      line.append(element("span", {}, `${stats.mean_acceptance_length.toFixed(2)} a step`));
+      for (const [source, counts] of Object.entries(stats.by_source)) {
+        const text = `${nameOf(source)} ${counts.accepted_tokens} of ${counts.draft_tokens} accepted`;
+        line.append(element("span", {}, element("i", { class: `dot ${classOf(source)}` }), text));
+      }
+    }
+    if (this.arrivals.length) line.append(element("span", {}, `first after ${(this.arrivals[0][0] / 1000).toFixed(2)} s`));
+    if (this.finishReason === "length") line.append(element("span", {}, "cut at max tokens"));
+    return line;
+  }
+
+  buttons() {
+    const copy = element("button", { type: "button", class: "quiet" }, "Copy");
+    copy.addEventListener("click", () => copyText(this.text, copy));
+    const seed = element("span", { class: "seed", title: "the same seed gives the same answer" }, `seed ${this.seed ?? "none"}`);
+    return element("p", { class: "tools" }, copy, seed);
+  }
+}
