@@ -83,7 +83,7 @@ void KVCache::move_slots(const int32_t* from, const int32_t* to, int64_t num_mov
 
 namespace {
 
-constexpr int kUnitsPerThread = 8;  // enough for balance when units cost as much as they are thought to
+constexpr int kUnitsPerThread = 3;  // at least; cutting costs, and so does waiting for the last one
 
 // Rows of one request that share their keys, and the run of chunks that one unit takes of theirs.
 struct Group {
@@ -106,10 +106,24 @@ struct Plan {
   int max_rows;
 };
 
+// Query tokens of a tile: as many as share one reading well, unless that makes too few tiles for the threads.
+// Cutting between rows costs less than between chunks, whose partials go from core to core.
+int tile_tokens(const AttentionBatch& batch, int kv_heads, int group_heads, int threads) {
+  int tokens = 1;
+  for (int rows : {kTileRows, 24, 12, 6}) {
+    tokens = std::max(1, rows / group_heads);
+    int64_t units = 0;
+    for (int64_t i = 0; i < batch.num_requests; ++i)
+      units += (batch.query_start_loc[i + 1] - batch.query_start_loc[i] + tokens - 1) / tokens * kv_heads;
+    if (threads == 1 || units >= threads * kUnitsPerThread) break;
+  }
+  return tokens;
+}
+
 // Every thread makes its own, all the same.
 void make_plan(const AttentionBatch& batch, const AttentionArgs& args, int threads, Plan& plan) {
   const int kv_heads = args.cache->kv_heads, group_heads = args.heads / kv_heads;
-  const int tile = std::max(1, kTileRows / group_heads);
+  const int tile = tile_tokens(batch, kv_heads, group_heads, threads);
   plan.groups.clear();
   plan.append_first = false;
   plan.max_rows = 0;

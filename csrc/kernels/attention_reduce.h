@@ -55,19 +55,16 @@ inline void find_maxima(Tile& tile, const Partial& part) {
     const int begin = block.some_lo / 16 * 16, end = int(round_up(block.some_hi, 16));
     for (int r = block.first; r < block.first + block.count; ++r) {
       float* score = tile.weight + r * kChunk;
-      F8 even = splat8(kMinusInfinity), odd = even;
+      F16 most = splat16(kMinusInfinity);
       for (int i = begin; i < end; i += 16) {
-        F8 x0 = load8(score + i), x1 = load8(score + i + 8);
+        F16 x = load16(score + i);
         if (i < tile.lo[r] || i + 16 > tile.hi[r]) {
-          x0 = keep_inside(x0, i, tile.lo[r], tile.hi[r]);
-          x1 = keep_inside(x1, i + 8, tile.lo[r], tile.hi[r]);
-          store8(score + i, x0);
-          store8(score + i + 8, x1);
+          x = keep_inside16(x, i, tile.lo[r], tile.hi[r]);
+          store16(score + i, x);
         }
-        even = max8(x0, even);
-        odd = max8(x1, odd);
+        most = max16(x, most);
       }
-      part.maximum[r] = max_lanes(max8(even, odd));
+      part.maximum[r] = max_lanes(max8(low_half(most), high_half(most)));
     }
   }
 }
@@ -79,17 +76,14 @@ inline void exponentiate(Tile& tile, const Partial& part) {
     const int begin = block.some_lo / 16 * 16, end = int(round_up(block.some_hi, 16));
     for (int r = block.first; r < block.first + block.count; ++r) {
       float* weight = tile.weight + r * kChunk;
-      const F8 shift = splat8(tile.lo[r] == tile.hi[r] ? 0.0f : part.maximum[r]);
-      F8 even = splat8(0.0f), odd = even;
+      const F16 shift = splat16(tile.lo[r] == tile.hi[r] ? 0.0f : part.maximum[r]);
+      F16 sum = splat16(0.0f);
       for (int i = begin; i < end; i += 16) {
-        const F8 x0 = math::exp(math::sub(load8(weight + i), shift));
-        const F8 x1 = math::exp(math::sub(load8(weight + i + 8), shift));
-        store8(weight + i, x0);
-        store8(weight + i + 8, x1);
-        even = math::add(even, x0);
-        odd = math::add(odd, x1);
+        const F16 x = exp16(sub16(load16(weight + i), shift));
+        store16(weight + i, x);
+        sum = add16(sum, x);
       }
-      part.sum[r] = sum_lanes(math::add(even, odd));
+      part.sum[r] = sum_lanes(math::add(low_half(sum), high_half(sum)));
     }
   }
 }

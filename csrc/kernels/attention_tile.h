@@ -7,7 +7,11 @@
 namespace outrider {
 namespace OUTRIDER_ISA {
 
-constexpr int kRowBlock = 6;  // query rows of a micro-kernel over 16 columns
+#if defined(__AVX512F__)
+constexpr int kRowBlock = 12;  // query rows of a micro-kernel over 16 columns
+#else
+constexpr int kRowBlock = 6;
+#endif
 constexpr int kWideRows = 3;  // so few are taken over 32 columns, for enough chains to run at once
 
 inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
