@@ -16,7 +16,7 @@ import numpy as np
 
 from outrider.models.config import ModelConfig, config_from_gguf, config_from_hf
 from outrider.models.gguf import GGUFFile
-from outrider.models.names import gguf_name, hf_name, is_draft_head_tensor
+from outrider.models.names import draft_head_tensors, gguf_name, hf_name
 from outrider.models.registry import tensor_shapes
 from outrider.models.resolve import DEFAULT_MODEL, resolve_model
 from outrider.models.safetensors import open_directory, read_json
@@ -124,7 +124,7 @@ def _load_directory(path: str, dummy_seed: int | None) -> _Loaded:
     found = {name: (file.tensors[name].shape, file.path) for name, file in files.items()}
     ignored = {"lm_head.weight"} if config.tie_embeddings else set()
     ignored |= {name for name in found if name.endswith(".rotary_emb.inv_freq")}  # computed, not learned
-    ignored |= {name for name in found if is_draft_head_tensor(name, config.num_layers)}  # see `mtp_loader`
+    ignored |= draft_head_tensors(found, config.num_layers)  # `mtp_loader` reads them
     entries = _entries(config, found, hf_name, lambda name: files[name].tensor(name), ignored, path)
     return config, TensorMap(entries), own_tokenizer
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 
 _HF_WHOLE = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
 _HF_LAYER = {
@@ -63,8 +64,11 @@ def hf_layer_names() -> dict[str, str]:
     return dict(_HF_LAYER)
 
 
-def is_draft_head_tensor(name: str, num_layers: int) -> bool:
-    """Whether a checkpoint of `num_layers` layers holds this for a draft head: ERNIE's modules have names of
-    their own, DeepSeek's and GLM's stand behind the last layer."""
-    match = re.match(r"model\.layers\.(\d+)\.", name)
-    return bool(re.match(r"(model|ernie)\.mtp_", name)) or (match is not None and int(match[1]) >= num_layers)
+def draft_head_tensors(names: Collection[str], num_layers: int) -> set[str]:
+    """Those of a checkpoint of `num_layers` layers that belong to a draft head: ERNIE's modules have names of
+    their own, DeepSeek's and GLM's are layers behind the last that hold an `eh_proj`."""
+    layer_of = {name: match[1] for name in names if (match := re.match(r"model\.layers\.(\d+)\.", name))}
+    heads = {layer for name, layer in layer_of.items() if name.endswith(".eh_proj.weight")}
+    return {name for name in names if re.match(r"(model|ernie)\.mtp_", name)} | {
+        name for name, layer in layer_of.items() if layer in heads and int(layer) >= num_layers
+    }
