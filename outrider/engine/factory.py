@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 from pathlib import Path
@@ -9,8 +10,17 @@ from pathlib import Path
 from outrider.backends import make_backend
 from outrider.config import EngineConfig
 from outrider.engine.calibrate import StepTimer, calibrate
+from outrider.engine.draft_model_parts import (
+    compile_config,
+    compile_plan,
+    load_draft_model,
+    make_draft_runner,
+)
+from outrider.engine.draft_model_parts import max_rows as draft_model_rows
+from outrider.engine.draft_model_parts import num_steps as draft_model_steps
 from outrider.engine.drafting import Drafting
 from outrider.engine.engine import Engine
+from outrider.engine.grammars import Grammars
 from outrider.engine.kv_cache import KVCacheManager
 from outrider.engine.machine import available_memory, physical_cores
 from outrider.engine.memory import MemoryPlan, plan_memory
@@ -18,13 +28,16 @@ from outrider.engine.mtp_parts import bytes_per_token, compile_draft_head, find_
 from outrider.engine.output import Vocabulary
 from outrider.engine.runner import Runner
 from outrider.engine.scheduler import Scheduler
+from outrider.models.config import ModelConfig
 from outrider.models.loader import Checkpoint, load_checkpoint
 from outrider.models.mtp import MTPHead
 from outrider.models.registry import build_function, weight_plan
 from outrider.models.tensors import RawTensor
+from outrider.sampling.grammar import GrammarCompiler
 from outrider.sampling.sampler import Sampler
 from outrider.spec_decode.controller import Controller
 from outrider.spec_decode.cost import StepCost
+from outrider.spec_decode.draft_model import DraftModelProposer
 from outrider.spec_decode.mtp import MTPProposer
 from outrider.spec_decode.proposer import MOST_DRAFT_TOKENS, NoProposer, Parts, make_proposer
 
@@ -52,7 +65,8 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint | None = None) -> 
     checkpoint = checkpoint or load(config)
     max_num_logits = min(max(config.max_num_seqs, _LOGITS_ROWS), config.max_num_batched_tokens)
     head = find_mtp(config, checkpoint)
-    plan = _plan_memory(config, checkpoint, max_num_logits, head)
+    draft = load_draft_model(config, checkpoint)
+    plan = _plan_memory(config, checkpoint, max_num_logits, head, draft)
     logger.info("%s", plan.describe())
     runner = _compile(config, checkpoint, plan, max_num_logits, head)
     scheduler = Scheduler(
@@ -63,17 +77,18 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint | None = None) -> 
         enable_chunked_prefill=config.enable_chunked_prefill,
     )
     sampler = Sampler()
+    draft_model = _draft_model(config, checkpoint, draft, plan)
+    parts = _parts(config, checkpoint, head, runner, scheduler, draft_model)
     return Engine(
         scheduler=scheduler,
         runner=runner,
         sampler=sampler,
-        drafting=_drafting(
-            config, checkpoint, plan, runner, sampler, _parts(config, head, runner, scheduler)
-        ),
+        drafting=_drafting(config, checkpoint, plan, runner, sampler, parts),
         vocabulary=vocabulary_of(checkpoint),
         max_model_len=plan.max_model_len,
         seed=config.seed,
         accept_policy=config.speculative_config.accept_policy,
+        grammars=Grammars(_grammar_compiler(checkpoint)),
     )
 
 
@@ -84,21 +99,39 @@ def vocabulary_of(checkpoint: Checkpoint) -> Vocabulary:
     return Vocabulary(tokenizer.token_bytes(), tokenizer.special_ids, eos_ids)
 
 
+def _grammar_compiler(checkpoint: Checkpoint) -> GrammarCompiler:
+    tokenizer, vocabulary = checkpoint.tokenizer, vocabulary_of(checkpoint)
+    return GrammarCompiler(
+        vocabulary.token_bytes,
+        vocabulary.special_ids,
+        vocabulary.eos_ids,
+        lambda text: tokenizer.encode(text, add_special_tokens=False),
+    )
+
+
 def _plan_memory(
-    config: EngineConfig, checkpoint: Checkpoint, max_num_logits: int, head: MTPHead | None
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    max_num_logits: int,
+    head: MTPHead | None,
+    draft: Checkpoint | None,
 ) -> MemoryPlan:
     model = checkpoint.config
     _, cache_bytes = _CACHE_TYPES[config.kv_cache_dtype]
-    widest = 4 * model.hidden_size + 3 * model.intermediate_size
-    widest += 2 * (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-    per_token = 2 * cache_bytes * model.num_layers * model.num_kv_heads * model.head_dim
+    per_token = _cache_bytes_per_token(model, cache_bytes)
+    drafter = 0
     if head is not None:
         per_token += bytes_per_token(head, cache_bytes)
+        drafter = fixed_bytes(head, config)
+    if draft is not None:
+        per_token += _cache_bytes_per_token(draft.config, cache_bytes)
+        drafter = _size_on_disk(draft.path) + 4 * draft.config.vocab_size * config.max_num_seqs
+        drafter += _activations(draft.config, draft_model_rows(config))
     plan = plan_memory(
         available=available_memory(),
         utilization=config.memory_utilization,
         weights=_size_on_disk(checkpoint.path),
-        activations=4 * widest * config.max_num_batched_tokens,
+        activations=_activations(model, config.max_num_batched_tokens),
         logits=4 * model.vocab_size * max_num_logits,
         bytes_per_block=per_token * config.block_size,
         block_size=config.block_size,
@@ -106,7 +139,7 @@ def _plan_memory(
         model_context=model.max_position_embeddings,
         max_model_len=config.max_model_len,
         num_kv_blocks=config.num_kv_blocks,
-        drafter=fixed_bytes(head, config) if head is not None else 0,
+        drafter=drafter,
     )
     if not config.enable_chunked_prefill and plan.max_model_len > config.max_num_batched_tokens:
         raise ValueError(
@@ -115,6 +148,16 @@ def _plan_memory(
             "--max-num-batched-tokens, lower --max-model-len or leave chunked prefill on"
         )
     return plan
+
+
+def _cache_bytes_per_token(model: ModelConfig, cache_bytes: int) -> int:
+    return 2 * cache_bytes * model.num_layers * model.num_kv_heads * model.head_dim
+
+
+def _activations(model: ModelConfig, max_rows: int) -> int:
+    widest = 4 * model.hidden_size + 3 * model.intermediate_size
+    widest += 2 * (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    return 4 * widest * max_rows
 
 
 def _compile(
@@ -148,18 +191,50 @@ def _compile(
     return Runner(executable, draft_head)
 
 
-def _parts(config: EngineConfig, head: MTPHead | None, runner: Runner, scheduler: Scheduler) -> Parts:
+def _draft_model(
+    config: EngineConfig, checkpoint: Checkpoint, draft: Checkpoint | None, plan: MemoryPlan
+) -> DraftModelProposer | None:
+    """The proposer around a second model."""
+    if draft is None:
+        return None
+    plan = compile_plan(plan, draft)
+    runner = _compile(compile_config(config), draft, plan, config.max_num_seqs, None)
+    return DraftModelProposer(
+        make_draft_runner(config, runner, plan, draft, checkpoint), draft_model_steps(config)
+    )
+
+
+def _parts(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    head: MTPHead | None,
+    runner: Runner,
+    scheduler: Scheduler,
+    draft_model: DraftModelProposer | None,
+) -> Parts:
     """What the sources of drafts are made from."""
-    if head is None or runner.draft_head is None:
-        return Parts()
-    draft_head, steps, block_size = runner.draft_head, num_steps(head, config), scheduler.kv_cache.block_size
 
     def mtp() -> MTPProposer:
+        assert head is not None and runner.draft_head is not None
         return MTPProposer(
-            draft_head, block_size=block_size, num_model_steps=steps, look_ahead=scheduler.look_ahead
+            runner.draft_head,
+            block_size=scheduler.kv_cache.block_size,
+            num_model_steps=num_steps(head, config),
+            look_ahead=scheduler.look_ahead,
         )
 
-    return Parts(mtp=mtp)
+    return Parts(
+        mtp=mtp if runner.draft_head is not None else None,
+        draft_model=None if draft_model is None else lambda: draft_model,
+        branches=True,
+        vocabulary_name=_vocabulary_name(checkpoint),
+    )
+
+
+def _vocabulary_name(checkpoint: Checkpoint) -> str:
+    """Equal for models whose token ids mean the same text."""
+    table = checkpoint.tokenizer.token_bytes()
+    return hashlib.sha256(b"".join(b"%d:%s" % (len(text), text) for text in table)).hexdigest()
 
 
 def _tensor(name: str, checkpoint: Checkpoint, config: EngineConfig) -> RawTensor:
