@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +18,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_attention import Model, Paged, Tokens, at_once, models, random_tokens
+from test_ops import BACKENDS, NUM_BLOCKS, Case, error, make_step
+
+from outrider.engine.batch import build_batch
+from outrider.engine.scheduler import Plan, PlanRow
+from outrider.spec_decode.proposer import NO_DRAFTS, Drafts
 
 
 @pytest.fixture(autouse=True)
@@ -190,9 +198,9 @@ def test_moving_slots_changes_their_target_in_every_layer_and_nothing_else() -> 
         cache = _native.KVCache(3, 6, 16, 2, 8, dtype)
         before = []
         for layer in range(3):
-            for array in (cache.keys(layer), cache.values(layer)):
-                array[...] = rng.integers(0, 1 << 15, array.shape).astype(array.dtype)
-                before.append(array.copy())
+            for stored in (cache.keys(layer), cache.values(layer)):
+                stored[...] = rng.integers(0, 1 << 15, stored.shape).astype(stored.dtype)
+                before.append(stored.copy())
         source, target = np.array([20, 50, 95], np.int32), np.array([7, 20, 95], np.int32)
         cache.move_slots(source, target)
         for layer in range(3):
@@ -264,3 +272,94 @@ def test_parents_that_are_no_tree_are_refused(parents: list[int]) -> None:
             tokens.q, tokens.k, tokens.v, paged.cache, 0, *ints, paged.tables, **paged.options,
             parents=np.array(parents, np.int32),
         )  # fmt: skip
+
+
+@st.composite
+def tree_attention(draw: st.DrawFn) -> Case:
+    """Attention of a step in which one request verifies a tree and another one goes on in order."""
+    block_size = draw(st.sampled_from([16, 32, 64, 128]))
+    tree = draw(random_trees().filter(lambda tree: tree.length <= 280))
+    tables = np.random.default_rng(draw(st.integers(0, 99))).permutation(NUM_BLOCKS)[:36].reshape(2, 18)
+    spans = [(tree.num_cached, tree.length), (20, 23)]
+    steps = [
+        make_step([(0, tree.num_cached), (0, 20)], tables, block_size),
+        make_step(spans, tables, block_size),
+    ]
+    last = steps[-1]
+    rows = len(tree.rows())
+    last.positions[:rows] = tree.positions()
+    last.parents = np.array([*tree.rows(), -1, rows, rows + 1], np.int32)
+    kv_heads, group, head_dim = draw(st.sampled_from([(1, 4, 32), (2, 3, 64), (3, 1, 72)]))
+    heads, window = kv_heads * group, draw(st.sampled_from([None, 3, 128]))
+
+    def build(ops: Any, _: Any, w: Any) -> Any:
+        parts = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
+        q, k, v = ops.split(ops.embedding(w["x"]), parts)
+        return ops.append_attention(
+            q, k, v, layer=0, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim,
+            scale=head_dim**-0.5, window=window,
+        )  # fmt: skip
+
+    size = max(len(step.token_ids) for step in steps)
+    rng = np.random.default_rng(draw(st.integers(0, 99)))
+    weights = {"x": rng.standard_normal((size, (heads + 2 * kv_heads) * head_dim))}
+    return Case(build, weights, steps, block_size, draw(st.sampled_from(["f16", "bf16", "f32"])))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@settings(max_examples=15)
+@given(case=tree_attention())
+def test_trees_agree_with_float64_on_every_backend(backend: str, case: Case) -> None:
+    for got, want in zip(case.outputs(BACKENDS[backend]()), case.exact(), strict=True):
+        assert error(got, want) <= 1e-7
+
+
+@settings(max_examples=50)
+@given(parents=random_parents(), num_final=st.integers(1, 3), seed=st.integers(0, 9))
+def test_a_batch_gives_every_node_its_slot_its_depth_and_its_path(
+    parents: tuple[int, ...], num_final: int, seed: int
+) -> None:
+    size, block_size, start = len(parents), 16, 13
+    tree = Tree(start, num_final, parents)
+    drafts = Drafts(tuple(range(100, 100 + size)), parents, (0.5,) * size, ("test",) * size)
+    rng = np.random.default_rng(seed)
+    plan_rows = []
+    for i, own in enumerate((NO_DRAFTS, drafts, NO_DRAFTS)):
+        request = SimpleNamespace(
+            token_ids=list(range(tree.context)),
+            block_table=array("i", rng.permutation(40)[: -(-tree.length // block_size)].tolist()),
+            sampling_state=i,
+            stream=SimpleNamespace(grammar=None),
+        )
+        plan_rows.append(PlanRow(request, start, num_final + len(own), own, True))  # type: ignore[arg-type]
+    batch = build_batch(Plan(tuple(plan_rows)), block_size)
+    begin, end = batch.query_start_loc[1:3]
+    assert batch.positions[begin:end].tolist() == tree.positions()
+    table = np.array(plan_rows[1].request.block_table)
+    at = np.arange(start, tree.length)
+    assert (batch.slot_mapping[begin:end] == table[at // block_size] * block_size + at % block_size).all()
+    assert batch.seq_lens.tolist() == [tree.context, tree.length, tree.context]
+    if drafts.is_chain:
+        assert len(batch.parents) == 0
+    else:
+        want = [p + begin if p >= 0 else -1 for p in tree.rows()]
+        assert batch.parents[begin:end].tolist() == want
+        assert batch.parents[:begin].tolist() == list(range(-1, num_final - 1))
+        assert batch.parents[end] == -1
+    sampling = batch.sampling
+    prefixes = [
+        sampling.prefix_ids[a:b].tolist() for a, b in itertools.pairwise(sampling.prefix_start.tolist())
+    ]
+    assert prefixes == [[], *([100 + node for node in path] for path in tree.paths()), []]
+    assert sampling.positions.tolist() == [tree.context + len(prefix) for prefix in prefixes]
+
+
+@settings(max_examples=50)
+@given(parents=random_parents(), keep=st.integers(0, 12))
+def test_a_tree_that_is_cut_to_a_budget_keeps_the_parents_of_what_is_left(
+    parents: tuple[int, ...], keep: int
+) -> None:
+    size = len(parents)
+    drafts = Drafts((1,) * size, parents, (0.5,) * size, ("test",) * size).first(keep)
+    drafts.check(vocab_size=2)
+    assert drafts.parents == parents[:keep]

@@ -109,6 +109,7 @@ def test_live_values_never_share_memory() -> None:
 
 def corrupted(**changes: Any) -> StepArrays:
     batch = step(([1, 2, 3], [3, 1], 0), ([4], [5], 2))
+    batch.parents = np.array([-1, 0, 1, -1], np.int32)
     for name, (index, value) in changes.items():
         array = getattr(batch, name).copy()
         array[index] = value
@@ -131,6 +132,9 @@ BAD_BATCHES = {
     "query_start_loc end": corrupted(query_start_loc=(2, 3)),
     "query_start_loc start": corrupted(query_start_loc=(0, 1)),
     "logits_indices": corrupted(logits_indices=(0, 4)),
+    "parents past": corrupted(parents=(1, 1)),
+    "parents of another request": corrupted(parents=(3, 2)),
+    "parents of another position": corrupted(parents=(2, 0)),
 }
 
 
@@ -151,6 +155,8 @@ def test_sizes_and_types_of_arrays_are_checked() -> None:
         executable.run(step(([1] * 65, list(range(5)), 0), logits=[0]))
     with pytest.raises(ValueError, match="positions has 3 entries, expected 4"):
         executable.run(replace(good, positions=good.positions[:3]))
+    with pytest.raises(ValueError, match="parents has 3 entries, expected 4"):
+        executable.run(replace(good, parents=good.parents[:3]))
     with pytest.raises(ValueError, match="block_tables has 1 entries, expected 2"):
         executable.run(replace(good, block_tables=good.block_tables[:1]))
     with pytest.raises(TypeError):
