@@ -2,10 +2,12 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/array.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <array>
+#include <optional>
 #include <stdexcept>
 #include <string>
 
@@ -20,6 +22,7 @@ namespace {
 template <class T>
 using Vector = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Matrix = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Masks = nb::ndarray<const uint32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 // A numpy array that owns `values`.
 template <class T>
@@ -81,6 +84,21 @@ void check_batch(const SampleBatch& batch, const std::vector<const SamplerState*
     require(batch.prefix_ids[i] >= 0 && batch.prefix_ids[i] < batch.vocab, "prefix_ids must be token ids");
 }
 
+// A mask for each row (-1 in `row_mask`: none); empty when there are no masks.
+std::vector<TokenMask> row_masks(const std::optional<Masks>& masks, const std::optional<Vector<int32_t>>& row_mask,
+                                 size_t rows, int64_t vocab) {
+  if (!masks) return {};
+  require(row_mask && row_mask->shape(0) == rows, "row_mask needs one entry for each row of logits");
+  require(static_cast<int64_t>(masks->shape(1)) * 32 >= vocab, "masks need a bit for each token");
+  std::vector<TokenMask> result(rows, nullptr);
+  for (size_t r = 0; r < rows; ++r) {
+    const int64_t index = (*row_mask)(r);
+    require(index < static_cast<int64_t>(masks->shape(0)), "row_mask must index masks");
+    if (index >= 0) result[r] = masks->data() + index * static_cast<int64_t>(masks->shape(1));
+  }
+  return result;
+}
+
 nb::object logprob_arrays(const std::vector<RowLogprobs>& rows) {
   std::vector<float> chosen, top_logprobs;
   std::vector<int32_t> ranks, starts{0}, top_ids;
@@ -97,7 +115,8 @@ nb::object logprob_arrays(const std::vector<RowLogprobs>& rows) {
 
 nb::tuple sample(const Matrix& logits, const nb::list& state_list, const Vector<int32_t>& row_state,
                  const Vector<int64_t>& positions, const Vector<int32_t>& prefix_start,
-                 const Vector<int32_t>& prefix_ids) {
+                 const Vector<int32_t>& prefix_ids, const std::optional<Masks>& masks,
+                 const std::optional<Vector<int32_t>>& row_mask) {
   std::vector<const SamplerState*> states;
   bool wants_logprobs = false;
   for (nb::handle item : state_list) {
@@ -105,7 +124,7 @@ nb::tuple sample(const Matrix& logits, const nb::list& state_list, const Vector<
     require(states.back() != nullptr, "states must be SamplerStates");
     wants_logprobs |= states.back()->params().num_logprobs >= 0;
   }
-  const SampleBatch batch{logits.data(),    static_cast<int64_t>(logits.shape(0)), static_cast<int64_t>(logits.shape(1)),
+  SampleBatch batch{logits.data(),    static_cast<int64_t>(logits.shape(0)), static_cast<int64_t>(logits.shape(1)),
                           states.data(),    row_state.data(),                      positions.data(),
                           prefix_start.data(), prefix_ids.data()};
   const size_t rows = logits.shape(0);
@@ -113,6 +132,8 @@ nb::tuple sample(const Matrix& logits, const nb::list& state_list, const Vector<
   require(row_state.shape(0) == rows && positions.shape(0) == rows && prefix_start.shape(0) == rows + 1,
           "row_state and positions need one entry for each row of logits, prefix_start one more");
   check_batch(batch, states, static_cast<int64_t>(prefix_ids.shape(0)));
+  const std::vector<TokenMask> mask_of_row = row_masks(masks, row_mask, rows, batch.vocab);
+  if (!mask_of_row.empty()) batch.masks = mask_of_row.data();
   std::vector<int32_t> tokens(rows);
   std::vector<RowLogprobs> logprobs(wants_logprobs ? rows : 0);
   {
@@ -160,9 +181,12 @@ void bind_sampling(nb::module_& m) {
       .def_prop_ro("seed", [](const SamplerState& self) { return self.params().seed; })
       .def_prop_ro("num_logprobs", [](const SamplerState& self) { return self.params().num_logprobs; });
   m.def("sample", &sample, nb::arg("logits").noconvert(), nb::arg("states"), nb::arg("row_state"),
-        nb::arg("positions"), nb::arg("prefix_start"), nb::arg("prefix_ids"),
+        nb::arg("positions"), nb::arg("prefix_start"), nb::arg("prefix_ids"), nb::arg("masks") = nb::none(),
+        nb::arg("row_mask") = nb::none(),
         "One token for each row of logits [rows, vocab], and log-probabilities (chosen, rank, start, top ids, "
-        "top) when a state asks for them. A row without a distribution (NaN, +inf, all masked) gives -1.");
+        "top) when a state asks for them. A row without a distribution (NaN, +inf, all masked) gives -1. "
+        "`masks` [any, words] has a bit for each token that may be drawn; row r goes by masks[row_mask[r]], -1: "
+        "by none.");
   m.def("processed_logits", &processed_logits, nb::arg("logits"), nb::arg("state"), nb::arg("prefix"),
         "One row after penalties, bias and masks, as if `prefix` had been emitted: what is drawn from.");
   m.def("gumbel_noise", &gumbel_noise, nb::arg("seed"), nb::arg("position"), nb::arg("token_ids"),

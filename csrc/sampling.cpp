@@ -87,7 +87,24 @@ bool SamplerState::completes(const std::vector<int32_t>& word, TokenSpan prefix)
                     word.begin() + static_cast<int64_t>(from_tail));
 }
 
-const float* SamplerState::process(const float* raw, int64_t vocab, TokenSpan prefix, float* scratch) const {
+namespace {
+void apply_mask(TokenMask mask, const float* row, int64_t vocab, float* result) {
+  for (int64_t begin = 0; begin < vocab; begin += 32) {
+    const uint32_t word = mask[begin / 32];
+    const int64_t size = std::min<int64_t>(32, vocab - begin);
+    if (word == 0) {
+      std::fill_n(result + begin, size, kMasked);
+    } else if (word != ~uint32_t{0}) {
+      for (int64_t i = 0; i < size; ++i) result[begin + i] = (word >> i & 1) ? row[begin + i] : kMasked;
+    } else if (row != result) {
+      std::memcpy(result + begin, row + begin, sizeof(float) * static_cast<size_t>(size));
+    }
+  }
+}
+}  // namespace
+
+const float* SamplerState::process(const float* raw, int64_t vocab, TokenSpan prefix, float* scratch,
+                                   TokenMask mask) const {
   const float* row = raw;
   const auto writable = [&] {
     if (row == raw) std::memcpy(scratch, raw, sizeof(float) * static_cast<size_t>(vocab));
@@ -101,7 +118,9 @@ const float* SamplerState::process(const float* raw, int64_t vocab, TokenSpan pr
     for (int32_t id : params_.masked_until_min_tokens) writable()[id] = kMasked;
   for (const auto& word : params_.bad_words)
     if (completes(word, prefix)) writable()[word.back()] = kMasked;
-  return row;
+  if (mask == nullptr) return row;
+  apply_mask(mask, row, vocab, scratch);
+  return scratch;
 }
 
 }  // namespace outrider

@@ -6,7 +6,8 @@
 //
 // Order of work on a row:
 //   repetition penalty (prompt and output) -> frequency and presence penalty (output) -> logit bias ->
-//   min_tokens mask -> bad words -> temperature -> top-k -> top-p -> min-p -> argmax of value + noise.
+//   min_tokens mask -> bad words -> grammar mask -> temperature -> top-k -> top-p -> min-p ->
+//   argmax of value + noise.
 // Penalties, masks and bad words count the row's drafted prefix as if it had been emitted.
 #pragma once
 
@@ -40,6 +41,9 @@ struct TokenSpan {
   int64_t size = 0;
 };
 
+// The tokens that a grammar allows: bit i % 32 of word i / 32, for every token of the vocabulary. Null: all.
+using TokenMask = const uint32_t*;
+
 // What sampling remembers of one request. Grows with the distinct tokens of the request, and only when a
 // penalty needs them.
 class SamplerState {
@@ -50,7 +54,8 @@ class SamplerState {
 
   // The logits of a row after penalties, bias and masks: `raw` itself when nothing applies, else `scratch`
   // [vocab], filled. `raw` is never written.
-  const float* process(const float* raw, int64_t vocab, TokenSpan prefix, float* scratch) const;
+  const float* process(const float* raw, int64_t vocab, TokenSpan prefix, float* scratch,
+                       TokenMask mask = nullptr) const;
 
   // Whether `process` gives the raw row back, after a prefix of this size.
   bool is_plain(int64_t prefix_size) const {
@@ -113,7 +118,7 @@ struct RowLogprobs {
 // The token of one row; -1 when there is none: the row holds a NaN or +inf, or every token is masked.
 // `logprobs` may be null; it is of the raw logits.
 int32_t sample_row(const float* logits, int64_t vocab, const SamplerState& state, TokenSpan prefix,
-                   int64_t position, RowLogprobs* logprobs);
+                   int64_t position, RowLogprobs* logprobs, TokenMask mask = nullptr);
 
 // The tokens that a drafter knows: ascending ids, and of each 128 ids of the vocabulary the first that it knows.
 class DraftVocabulary {
@@ -150,6 +155,7 @@ struct SampleBatch {
   const int64_t* positions;     // [rows] absolute position of the token to be drawn
   const int32_t* prefix_start;  // [rows + 1]
   const int32_t* prefix_ids;
+  const TokenMask* masks = nullptr;  // [rows], or null: no row has one
 };
 // logprobs: [rows], used for the rows whose state asks for them; null when none does. Threads of the pool
 // share the rows when there are several.

@@ -341,12 +341,12 @@ void measure_logprobs(const SamplingKernels& kernels, Scratch& scratch, const fl
 }  // namespace
 
 int32_t sample_row(const float* logits, int64_t vocab, const SamplerState& state, TokenSpan prefix,
-                   int64_t position, RowLogprobs* logprobs) {
+                   int64_t position, RowLogprobs* logprobs, TokenMask mask) {
   static thread_local Scratch scratch;
   static const SamplingKernels& kernels = OUTRIDER_SELECT_KERNELS(sampling_kernels);
   scratch.reserve(vocab);
   const SamplerParams& params = state.params();
-  Row row(kernels, scratch, state.process(logits, vocab, prefix, scratch.row.data()), vocab);
+  Row row(kernels, scratch, state.process(logits, vocab, prefix, scratch.row.data(), mask), vocab);
   if (!row.is_valid()) return -1;
   int32_t token;
   if (params.temperature == 0.0f) {
@@ -400,7 +400,7 @@ void sample_batch(const SampleBatch& batch, int32_t* token_ids, RowLogprobs* log
     for (int64_t r = begin; r < end; ++r) {
       const TokenSpan prefix{batch.prefix_ids + batch.prefix_start[r], batch.prefix_start[r + 1] - batch.prefix_start[r]};
       token_ids[r] = sample_row(batch.logits + r * batch.vocab, batch.vocab, *batch.states[batch.row_state[r]], prefix,
-                                batch.positions[r], logprobs ? logprobs + r : nullptr);
+                                batch.positions[r], logprobs ? logprobs + r : nullptr, batch.masks ? batch.masks[r] : nullptr);
     }
   };
   // Waking the pool costs some microseconds, a row of 50,000 logits ten and more.

@@ -7,6 +7,7 @@ structs, so that no pickle ever crosses a process border.
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -15,7 +16,7 @@ import msgspec
 class FinishReason(str, enum.Enum):
     """Why a request ended."""
 
-    STOP = "stop"  # end-of-sequence token, stop token or stop string
+    STOP = "stop"  # end-of-sequence token, stop token or stop string, or the end of its grammar
     LENGTH = "length"  # max_tokens or the context limit
     ABORT = "abort"  # cancelled
     ERROR = "error"  # the engine could not go on with it
@@ -26,6 +27,49 @@ class SpeculationParams(msgspec.Struct, frozen=True, omit_defaults=True):
 
     method: str | None = None  # None: as configured; "off": none
     max_draft_tokens: int | None = None
+
+
+class GrammarSpec(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What the text of an answer must look like. Made by the class methods."""
+
+    kind: str  # json_schema, regex, choice, grammar or structural_tag
+    text: str  # JSON, but for regex and grammar
+    lenient: bool = False  # keywords of a schema that are not supported are ignored instead of refused
+
+    @classmethod
+    def json_schema(cls, schema: dict[str, Any] | bool | str, *, lenient: bool = False) -> GrammarSpec:
+        """JSON that satisfies `schema` (or its text)."""
+        return cls("json_schema", schema if isinstance(schema, str) else _as_json(schema), lenient)
+
+    @classmethod
+    def json_object(cls) -> GrammarSpec:
+        """Any JSON object."""
+        return cls.json_schema({"type": "object"})
+
+    @classmethod
+    def regex(cls, pattern: str) -> GrammarSpec:
+        """Text that `pattern` matches from its beginning to its end."""
+        return cls("regex", pattern)
+
+    @classmethod
+    def choice(cls, choices: Sequence[str]) -> GrammarSpec:
+        """One of these texts."""
+        return cls("choice", _as_json(list(choices)))
+
+    @classmethod
+    def grammar(cls, text: str) -> GrammarSpec:
+        """Text of a context-free grammar, in Lark's or GBNF's notation."""
+        return cls("grammar", text)
+
+    @classmethod
+    def structural_tag(cls, structures: Sequence[Mapping[str, Any]], triggers: Sequence[str]) -> GrammarSpec:
+        """Free text, in which each of `triggers` begins one of `structures`: its `begin` (which starts with
+        the trigger), JSON that satisfies its `schema`, its `end`."""
+        return cls("structural_tag", _as_json({"structures": list(structures), "triggers": list(triggers)}))
+
+
+def _as_json(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -53,6 +97,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     seed: int | None = None  # None: drawn at admission and reported
     logprobs: int | None = None  # None: none; k: the chosen token's and the k best, of the raw logits
     speculation: SpeculationParams | None = None
+    grammar: GrammarSpec | None = None  # what the text must look like
     prediction_token_ids: list[int] = []  # what the output is expected to be; drafts, never more
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.engine.scheduler import Plan
+from outrider.engine.scheduler import Plan, PlanRow
+from outrider.sampling.grammar import Mask
 from outrider.sampling.verifier import Walk
 from outrider.spec_decode.proposer import Drafts
 
@@ -21,7 +22,8 @@ class SamplingBatch:
     """What the sampler must know of each row of logits.
 
     Row r belongs to `states[row_state[r]]` and draws the token at `positions[r]`, as if the drafted
-    tokens `prefix_ids[prefix_start[r] : prefix_start[r + 1]]` had been emitted after the final ones.
+    tokens `prefix_ids[prefix_start[r] : prefix_start[r + 1]]` had been emitted after the final ones. A
+    grammar may allow it some tokens only: those of `masks[row_mask[r]]` (-1, or no masks at all: any).
     """
 
     states: list[Any]
@@ -29,6 +31,8 @@ class SamplingBatch:
     positions: NDArray[np.int64]  # [num_logits]
     prefix_start: Int32  # [num_logits + 1]
     prefix_ids: Int32
+    masks: NDArray[np.uint32] | None = None  # [num_masks, vocab / 32] a bit for each token
+    row_mask: Int32 | None = None  # [num_logits]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +124,30 @@ def build_batch(plan: Plan, block_size: int) -> Batch:
         block_tables=tables,
         logits_indices=parts[5],
         parents=parts[9],
-        sampling=SamplingBatch(states, parts[6], np.array(draw_positions, np.int64), parts[7], parts[8]),
+        sampling=SamplingBatch(
+            states, parts[6], np.array(draw_positions, np.int64), parts[7], parts[8], *_masks(rows)
+        ),
     )
+
+
+def _masks(rows: Sequence[PlanRow]) -> tuple[NDArray[np.uint32] | None, Int32 | None]:
+    """What the grammars of a step's requests allow, as if the drafts before each row had been emitted."""
+    if all([row.request.stream.grammar is None for row in rows]):
+        return None, None
+    masks: list[Mask] = []
+    row_mask: list[int] = []
+    for row in rows:
+        if not row.has_logits:
+            continue
+        grammar, drafts = row.request.stream.grammar, row.drafts
+        if grammar is None:
+            row_mask += [-1] * (len(drafts) + 1)
+            continue
+        for mask in grammar.masks(drafts.token_ids, drafts.parents):
+            row_mask.append(-1 if mask is None else len(masks))
+            if mask is not None:
+                masks.append(mask)
+    return (np.stack(masks), np.array(row_mask, np.int32)) if masks else (None, None)
 
 
 def moves_of(plan: Plan, walks: Sequence[Walk | None], block_size: int) -> tuple[Int32, Int32] | None:

@@ -14,15 +14,17 @@ from typing import Any, Protocol
 from outrider.engine.admission import check_request
 from outrider.engine.batch import SamplingBatch, build_batch, moves_of
 from outrider.engine.drafting import Drafting
+from outrider.engine.grammars import Grammars
 from outrider.engine.metrics import EngineMetrics
-from outrider.engine.output import OutputStream, Vocabulary, final_output, step_output
+from outrider.engine.output import OutputStream, Vocabulary, final_output, refusal, step_output
 from outrider.engine.runner import Runner
 from outrider.engine.scheduler import Plan, Scheduler
 from outrider.engine.state import Request
-from outrider.request import AddRequest, RequestOutput, SamplingParams, TokenLogprobs
+from outrider.request import AddRequest, FinishReason, RequestOutput, SamplingParams, TokenLogprobs
 from outrider.sampling.verifier import Walk, walk_by_policy
 
 _SEED_BITS = 53  # so that a drawn seed survives JSON
+_GRAMMAR_WAIT_S = 0.005  # for a grammar when nothing else is to be done
 
 
 class Sampled(Protocol):
@@ -57,6 +59,7 @@ class Engine:
         max_model_len: int,
         seed: int = 0,
         accept_policy: str = "normal",
+        grammars: Grammars | None = None,
     ) -> None:
         if max_model_len > scheduler.capacity:
             raise ValueError(
@@ -68,6 +71,7 @@ class Engine:
         self.drafting = drafting
         self.vocabulary = vocabulary
         self.max_model_len = max_model_len
+        self.grammars = grammars or Grammars(None)
         self.metrics = EngineMetrics()
         self._seeds = random.Random(seed)
         self._accept_policy = accept_policy
@@ -75,7 +79,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or self.grammars.num_waiting > 0
 
     def add_request(self, request: AddRequest) -> None:
         """Take a request; ValueError says why it cannot be taken."""
@@ -98,8 +102,10 @@ class Engine:
             cache_salt=request.cache_salt,
             arrival_time=request.arrival_time,
         )
+        is_ready = self.grammars.prepare(live)
         self._requests[live.request_id] = live
-        self.scheduler.add(live)
+        if is_ready:
+            self.scheduler.add(live)
 
     def cancel(self, request_ids: Sequence[str]) -> list[RequestOutput]:
         """End requests and free their blocks at once; unknown and finished ones are no error. Empty: all."""
@@ -107,7 +113,10 @@ class Engine:
         for request_id in list(request_ids) or list(self._requests):
             request = self._requests.pop(request_id, None)
             if request is not None:
-                self.scheduler.cancel(request)
+                if self.grammars.drop(request_id):
+                    request.finish(FinishReason.ABORT)
+                else:
+                    self.scheduler.cancel(request)
                 self.drafting.forget(request_id)
                 self.metrics.observe_end(request, time.monotonic())
                 outputs.append(final_output(request))
@@ -116,11 +125,12 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Advance every scheduled request by one forward pass."""
         begin = time.monotonic()
+        refused = self._take_grammars() if self.grammars.num_waiting else []
         plan = self.scheduler.schedule()
         for request in plan.preempted:
             self.drafting.forget(request.request_id)
         if not plan:
-            return []
+            return refused
         batch = build_batch(plan, self.scheduler.kv_cache.block_size)
         output = self.runner.run(batch)
         sampled = self.sampler.sample(output.logits, batch.sampling)
@@ -134,7 +144,7 @@ class Engine:
         self.drafting.observe_step(plan, results, end - begin)
         self.metrics.observe_step(results, begin, end)
 
-        outputs = []
+        outputs = refused
         for result in results:
             if result.logits_row >= 0:
                 outputs.append(step_output(result, sampled.logprobs))
@@ -142,12 +152,25 @@ class Engine:
                     del self._requests[result.request_id]
         return outputs
 
+    def _take_grammars(self) -> list[RequestOutput]:
+        """Let requests go on whose grammars are there; the last words to those that cannot have theirs."""
+        refused = []
+        for request, error in self.grammars.take_ready(0.0 if self.scheduler.has_work else _GRAMMAR_WAIT_S):
+            if error is None:
+                self.scheduler.add(request)
+                continue
+            del self._requests[request.request_id]
+            request.finish(FinishReason.ERROR, error)
+            self.metrics.observe_end(request, time.monotonic())
+            refused.append(refusal(request))
+        return refused
+
     def stats(self) -> dict[str, Any]:
         """Counters since the start and gauges of now, as plain values."""
         kv_cache = self.scheduler.kv_cache
         return self.metrics.snapshot() | {
             "num_requests_running": len(self.scheduler.running),
-            "num_requests_waiting": len(self.scheduler.waiting),
+            "num_requests_waiting": len(self.scheduler.waiting) + self.grammars.num_waiting,
             "kv_cache_usage": 1 - kv_cache.num_free_blocks / kv_cache.num_blocks,
             "num_kv_blocks": kv_cache.num_blocks,
             "block_size": kv_cache.block_size,
@@ -157,6 +180,7 @@ class Engine:
             "num_draft_errors": self.drafting.num_errors,
             "model_seconds": self.runner.seconds,
             "speculation": self.drafting.stats(),
+            "grammars": self.grammars.stats(),
         }
 
 

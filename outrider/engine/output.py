@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from outrider.request import FinishReason, RequestOutput, SamplingParams, TokenLogprobs
+from outrider.sampling.grammar import GrammarMatcher
 
 if TYPE_CHECKING:
     from outrider.engine.scheduler import StepResult
@@ -37,7 +38,8 @@ class OutputStream:
     """The text and the end of one request.
 
     Order of the rules at a token: stop ids and end of sequence (after `min_tokens` others), stop
-    strings (completed by token `min_tokens` or later; the one that is complete first), length.
+    strings (completed by token `min_tokens` or later; the one that is complete first), the end of the
+    grammar (where nothing can follow), length.
     """
 
     __slots__ = (
@@ -49,6 +51,7 @@ class OutputStream:
         "_text",
         "_vocabulary",
         "finish_reason",
+        "grammar",
         "max_tokens",
         "num_tokens",
         "stop_reason",
@@ -59,6 +62,7 @@ class OutputStream:
         self.num_tokens = 0
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
+        self.grammar: GrammarMatcher | None = None  # set before the first token
         self._params = params
         self._vocabulary = vocabulary
         self._stop_ids = frozenset(params.stop_token_ids)
@@ -87,6 +91,8 @@ class OutputStream:
             self._append_and_look_for_stops(self._bytes_of(token_id))
         else:
             self._text += self._decoder.decode(self._bytes_of(token_id))
+        if self.grammar is not None and self.finish_reason is None and self.grammar.append(token_id):
+            self.close(FinishReason.STOP)
         if self.finish_reason is None and self.num_tokens >= self.max_tokens:
             self.close(FinishReason.LENGTH)
         return self.finish_reason is not None
@@ -167,6 +173,13 @@ def step_output(result: StepResult, logprobs: Sequence[TokenLogprobs | None] | N
 def final_output(request: Request) -> RequestOutput:
     """The end of a request that was ended from outside of its text."""
     return _with_totals(RequestOutput(request_id=request.request_id, token_ids=[], text=""), request)
+
+
+def refusal(request: Request) -> RequestOutput:
+    """The end of a request that the engine could not begin."""
+    output = RequestOutput(request_id=request.request_id, token_ids=[], text="")
+    output.finish_reason, output.error = FinishReason.ERROR, request.error
+    return output
 
 
 def _with_totals(output: RequestOutput, request: Request) -> RequestOutput:

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from outrider.engine.output import OutputStream
 
 NOT_A_NUMBER = "the model's logits are not numbers here; the request cannot go on"
+NOTHING_ALLOWED = (
+    "no token is allowed here: the grammar and other bounds of the request (bad_words, min_tokens, "
+    "ignore_eos) leave none, or the model's logits are not numbers"
+)
 
 
 class Request:
@@ -117,13 +121,15 @@ class Request:
     def append(self, token_ids: Sequence[int]) -> list[int]:
         """Take sampled tokens one by one; returns those kept, up to the one that ended the request.
 
-        A negative id is the sampler's word for logits that are not numbers: it ends the request with
-        an error, after the tokens before it.
+        A negative id is the sampler's word for logits that are not numbers, or none of which is allowed: it
+        ends the request with an error, after the tokens before it.
         """
         kept: list[int] = []
         for token_id in token_ids:
             if token_id < 0:
-                self.finish(FinishReason.ERROR, NOT_A_NUMBER)
+                grammar = self.stream.grammar
+                reason = NOT_A_NUMBER if grammar is None else grammar.error or NOTHING_ALLOWED
+                self.finish(FinishReason.ERROR, reason)
                 break
             kept.append(token_id)
             if self.stream.append(token_id):

@@ -5,8 +5,8 @@ evaluated as if the drafted tokens before it had been emitted. So what a row dra
 else: not on other rows, threads, or whether its prefix was drafted or final.
 
 In this order: repetition penalty (prompt and output), frequency and presence penalty (output), logit bias,
-the min_tokens mask, bad words (across prompt, output and drafts), temperature, top-k, top-p, min-p, and
-the argmax of what is left plus noise. Equal values go to the lower token id, everywhere.
+the min_tokens mask, bad words (across prompt, output and drafts), the grammar's mask, temperature, top-k,
+top-p, min-p, and the argmax of what is left plus noise. Equal values go to the lower token id, everywhere.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class SamplingRows(Protocol):
     """What is to be drawn: row r belongs to `states[row_state[r]]`.
 
     Its token will stand at absolute position `positions[r]`, after the drafted tokens
-    `prefix_ids[prefix_start[r]:prefix_start[r + 1]]`.
+    `prefix_ids[prefix_start[r]:prefix_start[r + 1]]`, and must be one of those whose bit is set in
+    `masks[row_mask[r]]` (-1, or no masks at all: any).
     """
 
     @property
@@ -39,6 +40,10 @@ class SamplingRows(Protocol):
     def prefix_start(self) -> NDArray[np.int32]: ...
     @property
     def prefix_ids(self) -> NDArray[np.int32]: ...
+    @property
+    def masks(self) -> NDArray[np.uint32] | None: ...
+    @property
+    def row_mask(self) -> NDArray[np.int32] | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +98,8 @@ class Sampler:
             sampling.positions,
             sampling.prefix_start,
             sampling.prefix_ids,
+            sampling.masks,
+            sampling.row_mask,
         )
         tokens: list[int] = token_ids.tolist()
         return Sampled(tokens, None if arrays is None else _row_logprobs(tokens, sampling, arrays))

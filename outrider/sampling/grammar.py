@@ -1,0 +1,231 @@
+"""Grammars: which tokens a request may get next, as a function of the tokens it has got.
+
+A matcher follows one request. The state after any tokens, and so the mask there, depends on these tokens
+alone, never on what was tried and taken back; so masks along drafts keep the law.
+
+The work is done by llguidance. Where a grammar leaves only one text, its masks leave only the tokens that
+the tokenizer makes of that text: such a stretch is a free draft.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.request import GrammarSpec
+from outrider.sampling.grammar_source import explain, limits, one_line, translate
+
+if TYPE_CHECKING:
+    import llguidance
+
+Mask = NDArray[np.uint32]  # a bit for each token id, low bits first
+
+
+def allows(mask: Mask, token_id: int) -> bool:
+    """Whether the bit of a token is set."""
+    return bool(int(mask[token_id >> 5]) >> (token_id & 31) & 1)
+
+
+class GrammarCompiler:
+    """Makes grammars over one vocabulary. `compile` may run in any thread."""
+
+    def __init__(
+        self,
+        token_bytes: Sequence[bytes],
+        special_ids: frozenset[int],
+        eos_ids: frozenset[int],
+        encode: Callable[[str], list[int]],
+    ) -> None:
+        """`encode` gives the ids of a text, with nothing added around it."""
+        self.vocab_size = len(token_bytes)
+        self.eos_ids = eos_ids
+        self._words = _Words(token_bytes, special_ids, eos_ids, encode)
+
+    @functools.cached_property
+    def _tokenizer(self) -> llguidance.LLTokenizer:
+        from llguidance import LLTokenizer
+
+        words: Any = self._words
+        return LLTokenizer(words, n_vocab=len(words.tokens), eos_token=words.eos_token_ids)
+
+    def compile(self, spec: GrammarSpec) -> Grammar:
+        """Raise GrammarError where `spec` is no grammar, or allows no text."""
+        from llguidance import LLMatcher
+
+        matcher = LLMatcher(self._tokenizer, translate(spec), limits=limits(), log_level=0)
+        if not matcher.is_error():
+            matcher.compute_bitmask()
+        if matcher.is_error():
+            raise explain(spec, matcher.get_error())
+        return Grammar(matcher, len(self._words.tokens), self.vocab_size, self.eos_ids)
+
+
+class _Words:
+    """A tokenizer as llguidance wants it."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(
+        self,
+        token_bytes: Sequence[bytes],
+        special_ids: frozenset[int],
+        eos_ids: frozenset[int],
+        encode: Callable[[str], list[int]],
+    ) -> None:
+        self.tokens = list(token_bytes)
+        self.eos_token_ids = sorted(eos_ids)
+        if not eos_ids:  # the library needs one; its id is above those of the model
+            self.tokens.append(b"<eos>")
+            self.eos_token_ids = [len(token_bytes)]
+        self.eos_token_id = self.eos_token_ids[0]
+        self._special_ids = special_ids | set(self.eos_token_ids)
+        self.special_token_ids = sorted(self._special_ids)
+        self._encode = encode
+
+    def __call__(self, text: str) -> list[int]:
+        """The ids that spell `text` inside of other text, none of them special."""
+        wanted = text.encode()
+        for before in ("", "\n"):  # some tokenizers put a blank at the beginning
+            ids = self._encode(before + text)
+            first, size = len(ids), len(wanted)
+            while first > 0 and size > 0:
+                first -= 1
+                size -= len(self.tokens[ids[first]])
+            ids = ids[first:]
+            if self._special_ids.isdisjoint(ids) and b"".join(self.tokens[i] for i in ids) == wanted:
+                return ids
+        return self._longest_first(wanted)
+
+    def _longest_first(self, text: bytes) -> list[int]:
+        ids: list[int] = []
+        while text:
+            piece = next(text[:n] for n in range(self._longest, 0, -1) if text[:n] in self._ids)
+            ids.append(self._ids[piece])
+            text = text[len(piece) :]
+        return ids
+
+    @functools.cached_property
+    def _ids(self) -> dict[bytes, int]:
+        return {word: i for i, word in enumerate(self.tokens) if word and i not in self._special_ids}
+
+    @functools.cached_property
+    def _longest(self) -> int:
+        return max(map(len, self._ids))
+
+
+class Grammar:
+    """A compiled grammar, shared by its requests."""
+
+    def __init__(
+        self, pristine: llguidance.LLMatcher, num_words: int, vocab_size: int, eos_ids: frozenset[int]
+    ) -> None:
+        self.fresh = pristine.deep_copy
+        self.num_mask_bits = num_words
+        self.vocab_size = vocab_size
+        self.eos_ids = eos_ids
+
+    def matcher(self, *, ignore_eos: bool = False) -> GrammarMatcher:
+        """At the beginning of a text. With `ignore_eos` the end of sequence is never allowed."""
+        return GrammarMatcher(self, ignore_eos=ignore_eos)
+
+
+class GrammarMatcher:
+    """Where one request is in its grammar."""
+
+    def __init__(self, grammar: Grammar, *, ignore_eos: bool = False) -> None:
+        self.error: str | None = None  # why it cannot go on
+        self._grammar = grammar
+        self._ignore_eos = ignore_eos
+        self._inner = grammar.fresh()
+        self._token_ids: list[int] = []
+        self._mask: Mask | None = None  # after the committed tokens
+
+    def append(self, token_id: int) -> bool:
+        """Take a final token; True when no other can follow it."""
+        self._mask = None
+        self._token_ids.append(token_id)
+        return self._inner.consume_token(token_id) and self._inner.is_stopped()
+
+    def masks(self, token_ids: Sequence[int] = (), parents: Sequence[int] = ()) -> list[Mask | None]:
+        """What may follow the committed tokens, and each node of a tree of drafts.
+
+        None: the node is not allowed or ends the text, so that nothing depends on what follows it. Where the
+        grammar has failed (it got too complex), nothing may follow.
+        """
+        if self._mask is None:
+            self._mask = self._compute_mask()
+            if self._inner.is_error():
+                self.error = f"the grammar is too complex here: {one_line(self._inner.get_error())}"
+        masks: list[Mask | None] = [self._mask]
+        path: list[int] = []  # the nodes that the inner matcher has consumed
+        for node, (token_id, parent) in enumerate(zip(token_ids, parents, strict=True)):
+            before = masks[parent + 1]
+            if before is None or not allows(before, token_id) or token_id in self._grammar.eos_ids:
+                masks.append(None)
+                continue
+            self._move(path, _path_to(parent, parents), token_ids)
+            self._inner.consume_token(token_id)
+            path.append(node)
+            masks.append(self._compute_mask())
+            if self._inner.is_error():
+                self._restore()
+                path.clear()
+        self._move(path, [], token_ids)
+        return masks
+
+    def forced(self, after: Sequence[int] = (), limit: int = 32) -> list[int]:
+        """The only tokens that can follow the committed ones and `after`, as far as that is known."""
+        found: list[int] = []
+        num_taken = 0
+        for token_id in after:
+            num_taken += self._inner.try_consume_tokens([token_id])
+        while num_taken >= len(after) and len(found) < limit and not self._inner.is_error():
+            some = self._inner.compute_ff_tokens()[: limit - len(found)]
+            num = self._inner.try_consume_tokens(some) if some else 0
+            num_taken += num
+            found += some[:num]
+            if num == 0:
+                break
+        if self._inner.is_error() or not self._inner.rollback(num_taken):
+            self._restore()
+        return found
+
+    def _compute_mask(self) -> Mask:
+        grammar = self._grammar
+        mask = np.zeros(-(-grammar.num_mask_bits // 32), np.uint32)
+        if not self._inner.is_error():
+            self._inner.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        if self._inner.is_error():
+            mask[:] = 0
+        if self._ignore_eos:
+            for token_id in grammar.eos_ids:
+                mask[token_id >> 5] &= ~np.uint32(1 << (token_id & 31))
+        return mask[: -(-grammar.vocab_size // 32)]
+
+    def _move(self, path: list[int], target: Sequence[int], token_ids: Sequence[int]) -> None:
+        """Take the inner matcher from one path of drafts to another."""
+        shared = 0
+        while shared < min(len(path), len(target)) and path[shared] == target[shared]:
+            shared += 1
+        if len(path) > shared:
+            self._inner.rollback(len(path) - shared)
+        self._inner.consume_tokens([token_ids[node] for node in target[shared:]])
+        path[:] = target
+
+    def _restore(self) -> None:
+        """After a failure along drafts, which the inner matcher never leaves."""
+        self._inner = self._grammar.fresh()
+        self._inner.consume_tokens(self._token_ids)
+
+
+def _path_to(node: int, parents: Sequence[int]) -> list[int]:
+    path: list[int] = []
+    while node >= 0:
+        path.append(node)
+        node = parents[node]
+    return path[::-1]
