@@ -1,0 +1,133 @@
+"""One answer's text, taken in pieces and told apart: reasoning, content, tool calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from outrider.entrypoints.parsers.reader import Reader, Reading, Sink
+from outrider.entrypoints.parsers.reasoning import ReasoningFormat, split_reasoning
+from outrider.entrypoints.parsers.tool_format import CallSink, ToolFormat
+
+
+@dataclass
+class CallDelta:
+    """What a piece of text adds to one tool call; id and name come with its first."""
+
+    index: int
+    arguments: str = ""
+    id: str | None = None
+    name: str | None = None
+
+
+@dataclass
+class Delta:
+    """What a piece of text adds to a message, coalesced."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[CallDelta] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.content or self.reasoning or self.calls)
+
+
+@dataclass(frozen=True)
+class Parsing:
+    """How answers to one request are taken apart."""
+
+    reasoning: ReasoningFormat | None = None
+    reasoning_is_open: bool = False  # the prompt ends inside the thoughts
+    tool_format: type[ToolFormat] | None = None
+    tools: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # name -> schema of the parameters
+    parallel: bool = True  # False: calls after the first are dropped
+    make_id: Callable[[], str] = str
+
+
+class MessageParser(CallSink):
+    """Feeds an answer's text to the reasoning format and what that leaves to the tool format."""
+
+    def __init__(self, parsing: Parsing) -> None:
+        self._parsing = parsing
+        self._delta = Delta()
+        self.num_calls = 0
+        self._stages: list[_Stage] = []
+        content: Sink = self.content
+        self._tool_format: ToolFormat | None = None
+        if parsing.tool_format is not None:
+            reader = Reader()
+            self._tool_format = parsing.tool_format(reader, self, parsing.tools)
+            self._stages.append(_Stage(self._tool_format.read()))
+            content = self._stages[0].feed
+        if parsing.reasoning is not None:
+            reading = split_reasoning(
+                Reader(), parsing.reasoning, is_inside=parsing.reasoning_is_open,
+                reasoning=self._reasoning, content=content,
+            )  # fmt: skip
+            self._stages.insert(0, _Stage(reading))
+
+    def feed(self, text: str) -> Delta:
+        """Take some text; what is certain by now."""
+        if text:
+            self._stages[0].feed(text)
+        return self._taken()
+
+    def finish(self) -> Delta:
+        """The text has ended: what was held back."""
+        for stage in self._stages:
+            stage.end()
+        if self._tool_format is not None:
+            self._tool_format.end()
+        return self._taken()
+
+    def _taken(self) -> Delta:
+        delta, self._delta = self._delta, Delta()
+        return delta
+
+    def _reasoning(self, text: str) -> None:
+        self._delta.reasoning += text
+
+    def content(self, text: str) -> None:
+        self._delta.content += text
+
+    def begin_call(self, name: str) -> None:
+        self.num_calls += 1
+        if self._is_wanted():
+            call = CallDelta(self.num_calls - 1, id=self._parsing.make_id(), name=name)
+            self._delta.calls.append(call)
+
+    def arguments(self, text: str) -> None:
+        if not self._is_wanted():
+            return
+        calls = self._delta.calls
+        if not calls or calls[-1].index != self.num_calls - 1:
+            calls.append(CallDelta(self.num_calls - 1))
+        calls[-1].arguments += text
+
+    def _is_wanted(self) -> bool:
+        return self._parsing.parallel or self.num_calls == 1
+
+
+class _Stage:
+    """A format at work: a generator that waits for text."""
+
+    def __init__(self, reading: Reading) -> None:
+        self._reading = reading
+        self._is_done = False
+        self._send(None)  # to where it first waits
+
+    def feed(self, text: str) -> None:
+        if text:
+            self._send(text)
+
+    def end(self) -> None:
+        self._send(None)
+
+    def _send(self, text: str | None) -> None:
+        if self._is_done:
+            return
+        try:
+            self._reading.send(text)
+        except StopIteration:
+            self._is_done = True
