@@ -1,7 +1,8 @@
 """An engine client without a model, for tests of the HTTP edge. Run as a script it serves.
 
 The "model" is a function of prompt, seed and position, so answers are reproducible, and steps bring one
-to three tokens, so chunks are ragged. Token ids below 256 are bytes.
+to three tokens, so chunks are ragged. Token ids below 256 are bytes. Words in the prompt ask for more:
+`crash`, `slow`, `say: ` (repeats what follows), `lossy` (other tokens without speculation: a broken engine).
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class FakeEngineClient:
         self.live: dict[str, FinishReason | None] = {}
         self.aborted: list[str] = []
         self.death: str | None = None
+        self.num_tokens = 7
 
     async def start(self) -> Any:
         return SimpleNamespace(max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE)
@@ -73,11 +75,18 @@ class FakeEngineClient:
 
     async def stats(self) -> dict[str, Any]:
         return {
-            "num_requests_running": len(self.live), "num_generation_tokens": 7,
+            "num_requests_running": len(self.live), "num_generation_tokens": self.num_tokens,
             "num_finished": {"stop": 2, "abort": 1},
             "step_duration": {"bounds": [0.1, 1.0], "counts": [3, 2, 1], "sum": 4.5},
             "num_draft_tokens": {"ngram": 10}, "num_accepted_tokens": {"ngram": 4},
+            "num_draft_tokens_per_position": {"ngram": [7, 3]},
             "num_accepted_per_position": {"ngram": [3, 1]}, "num_emitting_windows": 3,
+            "speculation": {
+                "method": "auto", "profit": {"ratio": 1.5, "gain": 0.5},
+                "controller": {"decisions": [
+                    {"requests": 1, "model_steps": 0, "proposed": 4, "admitted": 3, "expected_gain": 1.5},
+                ]},
+            },
         }  # fmt: skip
 
     async def shutdown(self, drain: bool = False) -> None:
@@ -111,6 +120,7 @@ class FakeEngineClient:
                 tokens.append(draw(request, prompt, stream.num_tokens))
                 if stream.append(tokens[-1]):
                     break
+            self.num_tokens += len(tokens)
             stats.steps += 1
             stats.draft_tokens += 2
             stats.accepted_tokens += len(tokens) - 1
@@ -129,9 +139,14 @@ class FakeEngineClient:
 
 def draw(request: AddRequest, prompt: bytes, position: int) -> int:
     """Greedy: a fixed text. Else: letters by prompt, seed and position."""
+    _, asked, said = prompt.rpartition(b"say: ")
+    if asked:
+        return [*said.removesuffix(b"\n"), EOS][position]
     if request.params.temperature == 0:
         return TEXT[position % len(TEXT)]
-    digest = hashlib.sha256(prompt + b"%d %d" % (request.params.seed or 0, position)).digest()
+    is_plain = request.params.speculation is not None and request.params.speculation.method == "off"
+    fault = b"off" if b"lossy" in prompt and is_plain else b""
+    digest = hashlib.sha256(prompt + fault + b"%d %d" % (request.params.seed or 0, position)).digest()
     return 97 + digest[0] % 26
 
 

@@ -7,6 +7,7 @@ load nothing from elsewhere and to run no script but these files.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from fastapi import FastAPI, Request
@@ -35,7 +36,7 @@ def add_page_routes(app: FastAPI) -> None:
         app.add_api_route(path, _serve(UI / name), methods=["GET", "HEAD"], include_in_schema=False)
 
 
-def _serve(path: Path) -> object:
+def _serve(path: Path) -> Callable[[Request], Awaitable[Response]]:
     content = path.read_bytes()
     tag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
     headers = {"content-security-policy": POLICY, "cache-control": "no-cache", "etag": tag}
