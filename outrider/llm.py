@@ -25,6 +25,7 @@ from outrider.request import (
     SpeculationStats,
     TokenLogprobs,
 )
+from outrider.sampling.grammar_source import check_grammar
 
 
 @dataclass(frozen=True)
@@ -144,6 +145,8 @@ class LLM:
     def _run(
         self, prompts: list[list[int]], params: list[SamplingParams], use_progress_bar: bool | None
     ) -> list[Completion]:
+        for grammar in {each.grammar for each in params if each.grammar is not None}:
+            check_grammar(grammar)
         requests = [
             AddRequest(str(next(self._ids)), prompt, each, time.monotonic())
             for prompt, each in zip(prompts, params, strict=True)

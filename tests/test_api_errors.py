@@ -50,7 +50,7 @@ BAD_CHATS: list[tuple[str, Any, str | None, str]] = [
     ("NaN", b'{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}', "temperature", "finite"),
     ("unknown field", chat(temprature=1), "temprature", "did you mean 'temperature'"),
     ("field of a later version", chat(tools=[{}]), "tools", "not supported by this version"),
-    ("json mode", chat(response_format={"type": "json_object"}), "response_format", "not supp"),
+    ("json mode", chat(response_format={"type": "json"}), "response_format.type", "not supp"),
     ("image", {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
      "messages[0].content[0].type", "'image_url' is not supported"),
     ("unknown role", {"messages": [{"role": "usr", "content": "x"}]}, "messages[0].role", "'system', 'user'"),

@@ -25,6 +25,7 @@ from outrider.entrypoints.protocol import (
     Speculation,
     TokenizeRequest,
 )
+from outrider.entrypoints.structured import grammar_of
 from outrider.request import SamplingParams, SpeculationParams
 
 # Texts longer than this are tokenised in a thread, so that other streams do not wait for them.
@@ -91,7 +92,7 @@ class Preparer:
         if request.max_completion_tokens is not None:
             max_tokens, name = request.max_completion_tokens, "max_completion_tokens"
         prepared = self._prepare(request, prompts, "messages", (name, max_tokens), ("top_logprobs", logprobs))
-        return await self._with_prediction(request, prepared)
+        return await self._with_grammar(request, await self._with_prediction(request, prepared))
 
     async def completion(self, request: CompletionRequest) -> Prepared:
         """A completion request: one or several prompts, as text or ids."""
@@ -103,7 +104,7 @@ class Preparer:
         prepared = self._prepare(
             request, prompts, "prompt", ("max_tokens", request.max_tokens), ("logprobs", request.logprobs)
         )
-        prepared = await self._with_prediction(request, prepared)
+        prepared = await self._with_grammar(request, await self._with_prediction(request, prepared))
         if request.echo:
             texts = texts or [self.tokenizer.decode(p, skip_special_tokens=False) for p in prompts]
             return Prepared(prompts, prepared.params, prepared.n, prepared.seed, texts, prepared.model)
@@ -195,6 +196,13 @@ class Preparer:
     @staticmethod
     async def _run(encode: Callable[[str], list[int]], text: str) -> list[int]:
         return await asyncio.to_thread(encode, text) if len(text) > LONG_TEXT else encode(text)
+
+    async def _with_grammar(self, request: GenerationRequest, prepared: Prepared) -> Prepared:
+        grammar = await grammar_of(request)
+        if grammar is None:
+            return prepared
+        params = [msgspec.structs.replace(each, grammar=grammar) for each in prepared.params]
+        return dataclasses.replace(prepared, params=params)
 
     async def _with_prediction(self, request: GenerationRequest, prepared: Prepared) -> Prepared:
         """The request with what its client expects of the answer, for every choice."""

@@ -20,17 +20,12 @@ MAX_STOP_LENGTH = 1024
 
 # Fields of the OpenAI API and its dialects that this version does not serve -> values that ask for nothing.
 UNSERVED: dict[str, tuple[Any, ...]] = {
-    "response_format": ({"type": "text"},),
     "tools": ([],),
     "tool_choice": ("none",),
     "parallel_tool_calls": (),
     "functions": ([],),
     "function_call": ("none",),
     "suffix": ("",),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
     "structural_tag": (),
     "prompt_logprobs": (),
     "best_of": (1,),
@@ -103,6 +98,32 @@ class Prediction(WireModel):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
+class JsonSchema(WireModel):
+    """A schema as OpenAI's `response_format` carries it."""
+
+    name: Annotated[str, Field(max_length=64)] | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | bool | None, Field(alias="schema")] = None
+    strict: bool | None = None  # false: keywords that cannot be enforced are ignored
+
+
+class TagStructure(WireModel):
+    """A stretch of an answer between two fixed texts."""
+
+    begin: Annotated[str, Field(min_length=1)]
+    schema_: Annotated[dict[str, Any] | bool | None, Field(alias="schema")] = None
+    end: str = ""
+
+
+class ResponseFormat(WireModel):
+    """What form the answer has."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchema | None = None
+    structures: Annotated[list[TagStructure], Field(max_length=128)] | None = None
+    triggers: Annotated[list[StopString], Field(max_length=128)] | None = None
+
+
 class GenerationRequest(WireModel):
     """What chat and completion requests share."""
 
@@ -135,6 +156,11 @@ class GenerationRequest(WireModel):
     prediction: Prediction | None = None
     return_speculation: bool | Literal["detailed"] | None = None
     prompt_token_ids: list[TokenId] | None = None
+    response_format: ResponseFormat | None = None
+    guided_json: dict[str, Any] | str | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], Field(min_length=1, max_length=4096)] | None = None
+    guided_grammar: str | None = None
 
     @property
     def stop_strings(self) -> list[str]:
