@@ -17,6 +17,7 @@ SOURCES = sorted((ROOT / "outrider").rglob("*.py"))
 # A file's layer may import its own and the later ones.
 LAYERS = [
     ["entrypoints"],
+    ["verification"],
     ["llm"],
     ["engine"],
     ["spec_decode", "sampling", "models"],

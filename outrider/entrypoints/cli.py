@@ -12,6 +12,7 @@ COMMANDS = {
     "serve": "serve a model over the OpenAI API",
     "chat": "chat in the terminal; tokens that came from drafts are coloured",
     "generate": "answer a prompt, or every line of a JSONL file",
+    "verify": "prove on this machine that speculation changes no token",
     "doctor": "say what works on this machine, what does not, and what to do",
     "bench": "run a benchmark: serving, kernels, engine or peers",
     "pull": "get a model: built-in name, hub id or path",

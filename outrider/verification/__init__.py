@@ -1,0 +1,1 @@
+"""The losslessness certificate: every way to decode gives the tokens of plain decoding."""
