@@ -267,6 +267,14 @@ class ServerConfig:
     max_body_bytes: int = option(8 << 20, "largest request body", low=1024)
     max_n: int = option(64, "most choices of a request", low=1)
     max_logprobs: int = option(20, "most alternatives logprobs may ask for", low=0, high=1024)
+    tool_call_parser: str = option(
+        "auto", "format of tool calls in answers (auto: told by the chat template)",
+        choices=("auto", "hermes", "llama3_json", "mistral", "deepseek_v3", "glm45", "qwen3_coder", "ernie45"),
+    )  # fmt: skip
+    reasoning_parser: str = option(
+        "auto", "format of thoughts in answers (auto: told by the chat template)",
+        choices=("auto", "none", "think", "ernie45", "mistral"),
+    )  # fmt: skip
     shutdown_timeout: float = option(
         30.0, "seconds running requests get after SIGTERM", low=0, aliases=("timeout_graceful_shutdown",)
     )

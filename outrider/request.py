@@ -94,6 +94,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    shown_special_ids: list[int] = []  # special tokens that are shown although others are skipped
     seed: int | None = None  # None: drawn at admission and reported
     logprobs: int | None = None  # None: none; k: the chosen token's and the k best, of the raw logits
     speculation: SpeculationParams | None = None

@@ -30,6 +30,9 @@ VOCABULARY = Vocabulary(
 class FakeTokenizer:
     """A token a byte; the template is one line a message."""
 
+    chat_template = "{{ messages }} <think></think>"
+    special_ids = VOCABULARY.special_ids
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
 
@@ -160,12 +163,17 @@ class FakeEngine:
         self._client = FakeEngineClient(EngineConfig(), lambda reason: None)
         self._running: dict[str, tuple[AddRequest, bytes, OutputStream, SpeculationStats]] = {}
         self.cancelled: list[str] = []
+        self.requests: list[AddRequest] = []
 
     @property
     def has_work(self) -> bool:
         return bool(self._running)
 
+    def stats(self) -> dict[str, Any]:
+        return asyncio.run(self._client.stats())
+
     def add_request(self, request: AddRequest) -> None:
+        self.requests.append(request)
         prompt = bytes(request.prompt_token_ids)
         max_tokens = min(request.params.max_tokens or MAX_MODEL_LEN, MAX_MODEL_LEN - len(prompt))
         self._client.live[request.request_id] = None

@@ -38,6 +38,7 @@ def chat(**fields: Any) -> dict[str, Any]:
 
 
 LONG = "x" * (1 << 20)
+TOOLS: Any = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 BAD_CHATS: list[tuple[str, Any, str | None, str]] = [
     ("malformed JSON", b'{"messages": [', None, "not valid JSON"),
     ("not an object", b"[]", None, "must be a JSON object"),
@@ -49,11 +50,26 @@ BAD_CHATS: list[tuple[str, Any, str | None, str]] = [
     ("bool for int", chat(max_tokens=True), "max_tokens", "valid integer"),
     ("NaN", b'{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}', "temperature", "finite"),
     ("unknown field", chat(temprature=1), "temprature", "did you mean 'temperature'"),
-    ("field of a later version", chat(tools=[{}]), "tools", "not supported by this version"),
+    ("field of a later version", chat(functions=[{}]), "functions", "not supported by this version"),
+    ("tool without a name", chat(tools=[{"type": "function", "function": {}}]), "tools[0].function.name",
+     "required"),
+    ("tool of another kind", chat(tools=[{"type": "custom"}]), "tools[0].type", "'custom' is not supported"),
+    ("choice without tools", chat(tool_choice="required"), "tool_choice", "needs tools"),
+    ("parallel without tools", chat(parallel_tool_calls=True), "parallel_tool_calls", "needs tools"),
+    ("choice of no tool", chat(tools=TOOLS, tool_choice={"type": "function", "function": {"name": "g"}}),
+     "tool_choice", "no tool 'g'; tools has f"),
+    ("two of a name", chat(tools=TOOLS + TOOLS), "tools", "two functions have the name 'f'"),
+    ("a user's calls", {"messages": [{"role": "user", "content": "x", "tool_calls": [
+        {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]}]},
+     "messages[0].tool_calls", "only an assistant"),
+    ("two forms", chat(tools=TOOLS, tool_choice="required", guided_regex="a"), "guided_regex", "exclude"),
+    ("bad schema", chat(tools=[{"type": "function", "function": {
+        "name": "f", "parameters": {"type": "nothing"}}}], tool_choice="required"), "tool_choice", "grammar"),
     ("json mode", chat(response_format={"type": "json"}), "response_format.type", "not supp"),
     ("image", {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
      "messages[0].content[0].type", "'image_url' is not supported"),
-    ("unknown role", {"messages": [{"role": "usr", "content": "x"}]}, "messages[0].role", "'system', 'user'"),
+    ("unknown role", {"messages": [{"role": "usr", "content": "x"}]}, "messages[0].role",
+     "'system', 'developer', 'user'"),
     ("no messages", {}, "messages", "at least one message"),
     ("empty messages", {"messages": []}, "messages", "at least one message"),
     ("messages and ids", chat(prompt_token_ids=[1]), "prompt_token_ids", "exclude"),

@@ -178,6 +178,7 @@ def test_fields_that_ask_for_nothing_are_no_error(url: str) -> None:
     neutral = {
         "tools": None,
         "tool_choice": "none",
+        "functions": [],
         "response_format": {"type": "text"},
         "store": False,
         "n": None,
@@ -193,7 +194,9 @@ def test_text_parts_and_all_roles_reach_the_template(url: str) -> None:
         {"role": "tool", "content": "T", "tool_call_id": "1"},
     ]
     reply = post(url, "/tokenize", {"messages": messages, "return_token_strs": True}).json()
-    assert "".join(reply["token_strs"]) == "system: S\nuser: ab\nassistant: \ntool: T\n"
+    assert "".join(reply["token_strs"]) == (
+        "system: S\nuser: ab\nassistant: \nuser: <tool_response>\nT\n</tool_response>\n"
+    )
     assert reply["count"] == len(reply["tokens"]) and reply["max_model_len"] == MAX_MODEL_LEN
 
 

@@ -110,8 +110,9 @@ class OutputStream:
         return text
 
     def _bytes_of(self, token_id: int) -> bytes:
-        if self._params.skip_special_tokens and token_id in self._vocabulary.special_ids:
-            return b""
+        if token_id in self._vocabulary.special_ids and self._params.skip_special_tokens:
+            if token_id not in self._params.shown_special_ids:
+                return b""
         return self._vocabulary.token_bytes[token_id]
 
     def _append_and_look_for_stops(self, piece: bytes) -> None:

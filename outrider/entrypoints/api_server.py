@@ -165,7 +165,10 @@ class _Life:
         limits = Limits(
             engine_config.model_name, info.max_model_len, info.vocab_size, server.max_n, server.max_logprobs
         )
-        state.preparer = Preparer(tokenizer, limits, engine_config.seed)
+        state.preparer = Preparer(
+            tokenizer, limits, engine_config.seed,
+            tool_call_parser=server.tool_call_parser, reasoning_parser=server.reasoning_parser,
+        )  # fmt: skip
         state.engine = engine
         host, port = self.sock.getsockname()[:2]
         logger.info(

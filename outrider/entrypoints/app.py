@@ -220,7 +220,7 @@ async def _generate(
     )  # fmt: skip
     answer = Answer(
         request_id, prepared.model, state.fingerprint, prepared.seed, prepared.prompts, prepared.n, wanted,
-        preparer.token_bytes, prepared.texts,
+        preparer.token_bytes, prepared.texts, prepared.parsing,
     )  # fmt: skip
     if body.stream:
         return EventStream(generation, answer, request_id)

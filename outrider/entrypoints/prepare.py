@@ -9,19 +9,22 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
 
+from outrider.entrypoints.answer_parts import offered_tools, parsing_for
+from outrider.entrypoints.conversation import check_tools, render, template_has_tools, template_text
 from outrider.entrypoints.errors import ApiError, bad_request
+from outrider.entrypoints.parsers.choose import choose_formats
+from outrider.entrypoints.parsers.message import Parsing
 from outrider.entrypoints.protocol import (
     MAX_STOP_STRINGS,
     ChatCompletionRequest,
     CompletionRequest,
     GenerationRequest,
-    Message,
     Speculation,
     TokenizeRequest,
 )
@@ -34,6 +37,9 @@ LONG_TEXT = 8192
 
 class Tokenizer(Protocol):
     """What the server needs of `outrider.models.tokenizer.Tokenizer`."""
+
+    chat_template: Any
+    special_ids: frozenset[int]
 
     def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]: ...
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = ...) -> str: ...
@@ -62,13 +68,21 @@ class Prepared:
     seed: int
     texts: list[str] | None = None  # the prompts as text, where the answer repeats them
     model: str = ""
+    parsing: Parsing | None = None  # how answers are taken apart; None: they are content
 
 
 class Preparer:
     """Checks requests against the limits and turns them into token ids and parameters."""
 
-    def __init__(self, tokenizer: Tokenizer, limits: Limits, seed: int) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, limits: Limits, seed: int,
+        *, tool_call_parser: str = "auto", reasoning_parser: str = "auto",
+    ) -> None:  # fmt: skip
         self.tokenizer = tokenizer
+        self.formats = choose_formats(
+            template_text(tokenizer.chat_template), tools=tool_call_parser, reasoning=reasoning_parser,
+            template_has_tools=template_has_tools(tokenizer.chat_template),
+        )  # fmt: skip
         self.limits = limits
         table = tokenizer.token_bytes()
         self.token_bytes = table + [b""] * (limits.vocab_size - len(table))
@@ -77,12 +91,14 @@ class Preparer:
 
     async def chat(self, request: ChatCompletionRequest) -> Prepared:
         """A chat request: one prompt, from the messages or as given ids."""
+        check_tools(request.tools, request.tool_choice, request.parallel_tool_calls)
         if request.prompt_token_ids is not None:
             if request.messages:
                 raise bad_request("messages and prompt_token_ids exclude each other", "prompt_token_ids")
             prompts = [request.prompt_token_ids]
         else:
-            prompts = [await self._encode(self._template(request), False, "messages")]
+            prompt = render(self.tokenizer, request, offered_tools(request))
+            prompts = [await self._encode(prompt, False, "messages")]
         if request.max_completion_tokens is not None and request.max_tokens is not None:
             raise bad_request("max_tokens and max_completion_tokens exclude each other", "max_tokens")
         if request.top_logprobs is not None and not request.logprobs:
@@ -92,7 +108,8 @@ class Preparer:
         if request.max_completion_tokens is not None:
             max_tokens, name = request.max_completion_tokens, "max_completion_tokens"
         prepared = self._prepare(request, prompts, "messages", (name, max_tokens), ("top_logprobs", logprobs))
-        return await self._with_grammar(request, await self._with_prediction(request, prepared))
+        prepared = await self._with_grammar(request, await self._with_prediction(request, prepared))
+        return self._with_parsing(request, prepared)
 
     async def completion(self, request: CompletionRequest) -> Prepared:
         """A completion request: one or several prompts, as text or ids."""
@@ -120,7 +137,7 @@ class Preparer:
             return await self._run(
                 lambda text: self.tokenizer.encode(text, add_special_tokens=special), request.prompt
             )
-        text = self._template(request)
+        text = render(self.tokenizer, request, request.tools or [])
         return await self._run(lambda t: self.tokenizer.encode(t, add_special_tokens=False), text)
 
     def check_model(self, model: str | None) -> None:
@@ -137,36 +154,6 @@ class Preparer:
             raise bad_request(
                 f"{param}: token id {max(token_ids)} is not in the vocabulary of {size} tokens", param
             )
-
-    def _template(self, request: ChatCompletionRequest | TokenizeRequest) -> str:
-        messages: list[Message] = request.messages or []
-        if not messages:
-            raise bad_request(
-                "messages must hold at least one message", "messages", "missing_required_parameter"
-            )
-        resume = bool(request.continue_final_message)
-        if resume and request.add_generation_prompt:
-            raise bad_request(
-                "continue_final_message and add_generation_prompt exclude each other",
-                "continue_final_message",
-            )
-        if resume and messages[-1].role != "assistant":
-            raise bad_request(
-                f"continue_final_message needs a final assistant message, got {messages[-1].role!r}",
-                "continue_final_message",
-            )
-        extra = request.chat_template_kwargs or {}
-        for name in ("messages", "add_generation_prompt", "continue_final_message", "chat_template", "tools"):
-            if name in extra:
-                raise bad_request(f"chat_template_kwargs must not hold {name!r}", "chat_template_kwargs")
-        prompt_turn = not resume if request.add_generation_prompt is None else request.add_generation_prompt
-        try:
-            return self.tokenizer.apply_chat_template(
-                [message.for_template() for message in messages],
-                add_generation_prompt=prompt_turn, continue_final_message=resume, **extra,
-            )  # fmt: skip
-        except Exception as error:  # templates may fail in any way, and they fail on the client's input
-            raise bad_request(f"the chat template refuses these messages: {error}", "messages") from None
 
     async def _prompts(self, request: CompletionRequest) -> tuple[list[list[int]], list[str] | None]:
         prompt = request.prompt
@@ -196,6 +183,21 @@ class Preparer:
     @staticmethod
     async def _run(encode: Callable[[str], list[int]], text: str) -> list[int]:
         return await asyncio.to_thread(encode, text) if len(text) > LONG_TEXT else encode(text)
+
+    def _with_parsing(self, request: ChatCompletionRequest, prepared: Prepared) -> Prepared:
+        """The request with how its answers are taken apart, if they have parts."""
+        end = self.tokenizer.decode(prepared.prompts[0][-16:], skip_special_tokens=False)
+        parsing = parsing_for(request, self.formats, end)
+        if parsing is None:
+            return prepared
+        shown = sorted(self._marker_ids(parsing.markers)) if request.skip_special_tokens is not False else []
+        params = [msgspec.structs.replace(each, shown_special_ids=shown) for each in prepared.params]
+        return dataclasses.replace(prepared, params=params, parsing=parsing)
+
+    def _marker_ids(self, markers: Sequence[str]) -> set[int]:
+        """Special tokens that mark the parts of an answer: their text has to be seen."""
+        texts = {marker.encode() for marker in markers}
+        return {i for i in self.tokenizer.special_ids if self.token_bytes[i] in texts}
 
     async def _with_grammar(self, request: GenerationRequest, prepared: Prepared) -> Prepared:
         grammar = await grammar_of(request)

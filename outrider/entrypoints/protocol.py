@@ -11,18 +11,16 @@ import difflib
 from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from outrider.entrypoints.errors import ApiError, bad_request
+from outrider.entrypoints.messages import MAX_TOOLS, Message, TextPart, Tool, ToolChoice, WireModel
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
 
 # Fields of the OpenAI API and its dialects that this version does not serve -> values that ask for nothing.
 UNSERVED: dict[str, tuple[Any, ...]] = {
-    "tools": ([],),
-    "tool_choice": ("none",),
-    "parallel_tool_calls": (),
     "functions": ([],),
     "function_call": ("none",),
     "suffix": ("",),
@@ -42,38 +40,6 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
 TokenId = Annotated[int, Field(ge=0)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
-
-
-class WireModel(BaseModel):
-    """Base of all request models: no unknown field, no coercion, no NaN."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class TextPart(WireModel):
-    type: Literal["text"]
-    text: str
-
-
-class Message(WireModel):
-    """One message of a conversation."""
-
-    role: Literal["system", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
-    name: str | None = None
-    tool_call_id: str | None = None
-
-    def for_template(self) -> dict[str, Any]:
-        """The message as chat templates read it: content is one string."""
-        content = self.content
-        if isinstance(content, list):
-            content = "".join(part.text for part in content)
-        message: dict[str, Any] = {"role": self.role, "content": content or ""}
-        if self.name is not None:
-            message["name"] = self.name
-        if self.tool_call_id is not None:
-            message["tool_call_id"] = self.tool_call_id
-        return message
 
 
 class StreamOptions(WireModel):
@@ -174,7 +140,10 @@ class GenerationRequest(WireModel):
 class ChatCompletionRequest(GenerationRequest):
     """Body of POST /v1/chat/completions."""
 
-    messages: list[Message] = []
+    messages: list[Message] = Field(default_factory=list)
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
@@ -198,6 +167,7 @@ class TokenizeRequest(WireModel):
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -307,7 +277,8 @@ def _nearest_branch(errors: list[Any]) -> list[Any]:
 def _is_branch(part: int | str) -> bool:
     """Whether a part of pydantic's location names a branch of a union."""
     return isinstance(part, str) and (
-        not part.isidentifier() or part in ("str", "int", "float", "bool", "StreamOptions", "Speculation")
+        not part.isidentifier()
+        or part in ("str", "int", "float", "bool", "StreamOptions", "Speculation", "NamedTool")
     )
 
 

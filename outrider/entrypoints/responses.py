@@ -14,6 +14,8 @@ from typing import Any
 
 import msgspec
 
+from outrider.entrypoints.chat_message import ChatMessage, delta_fields, message_fields
+from outrider.entrypoints.parsers.message import Delta, Parsing
 from outrider.request import FinishReason, RequestOutput, SpeculationStats, TokenLogprobs
 
 encode = msgspec.json.Encoder().encode
@@ -73,6 +75,7 @@ class Answer:
     def __init__(
         self, request_id: str, model: str, fingerprint: str, seed: int, prompts: Sequence[Sequence[int]],
         n: int, wanted: Wanted, token_bytes: Sequence[bytes], echo: Sequence[str] | None = None,
+        parsing: Parsing | None = None,
     ) -> None:  # fmt: skip
         self.choices = [Choice() for _ in range(len(prompts) * n)]
         self.wanted = wanted
@@ -84,6 +87,8 @@ class Answer:
         self._token_bytes = token_bytes
         self._pieces = [codecs.getincrementaldecoder("utf-8")("replace") for _ in self.choices]
         self._started = [False] * len(self.choices)
+        # Where an answer has parts; else its text is its content, which costs nothing.
+        self._messages = [ChatMessage(parsing, token_bytes) for _ in self.choices if parsing is not None]
         kind = "chat.completion" if wanted.chat else "text_completion"
         self._head = {
             "id": request_id, "object": kind, "created": int(time.time()), "model": model,
@@ -97,20 +102,23 @@ class Answer:
         choice, wanted = self.choices[index], self.wanted
         choice.note(output)
         first = not self._started[index]
-        text = output.text
-        if not (
-            text or first or output.finish_reason or wanted.token_ids or output.logprobs or wanted.sources
-        ):
+        finish_reason: str | None = output.finish_reason
+        content: str | Delta = output.text
+        if self._messages:
+            message = self._messages[index]
+            content = message.feed(output.text, output.token_ids, finish_reason is not None)
+            finish_reason = message.finish_reason(output.finish_reason)
+        if not (content or first or finish_reason or wanted.token_ids or output.logprobs or wanted.sources):
             return b""
         self._started[index] = True
         logprobs = b"null"
         if wanted.logprobs:
             logprobs = encode(self._logprobs(output.token_ids, output.logprobs or [], self._offsets[index]))
-        finish = b"null" if output.finish_reason is None else encode(output.finish_reason)
+        finish = b"null" if finish_reason is None else encode(finish_reason)
         parts = [
             self._chunk_head,
             b'{"index":%d,' % index,
-            self._text(index, text, first),
+            self._text(index, content, first),
             b',"logprobs":',
             logprobs,
             b',"finish_reason":',
@@ -126,7 +134,9 @@ class Answer:
         parts.append(b',"usage":null}\n\n' if wanted.usage else b"}\n\n")
         return b"".join(parts)
 
-    def _text(self, index: int, text: str, first: bool) -> bytes:
+    def _text(self, index: int, text: str | Delta, first: bool) -> bytes:
+        if isinstance(text, Delta):
+            return b'"delta":' + encode(delta_fields(text, first))
         if not self.wanted.chat:
             prefix = self._echo[index // self._n] if first and self._echo is not None else ""
             return b'"text":' + encode(prefix + text)
@@ -162,14 +172,19 @@ class Answer:
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
         text = "".join(choice.text)
         result: dict[str, Any] = {"index": index}
-        if self.wanted.chat:
+        finish_reason: str | None = choice.finish_reason
+        if self._messages:
+            message = self._messages[index]
+            result["message"] = message_fields(message.feed(text, choice.token_ids, True))
+            finish_reason = message.finish_reason(choice.finish_reason)
+        elif self.wanted.chat:
             result["message"] = {"role": "assistant", "content": text, "refusal": None}
         else:
             result["text"] = self._echo[index // self._n] + text if self._echo is not None else text
         result["logprobs"] = None
         if self.wanted.logprobs:
             result["logprobs"] = self._logprobs(choice.token_ids, choice.logprobs, self._offsets[index])
-        result["finish_reason"] = choice.finish_reason
+        result["finish_reason"] = finish_reason
         result["stop_reason"] = choice.stop_reason
         if self.wanted.token_ids:
             result["token_ids"] = choice.token_ids
@@ -199,6 +214,12 @@ class Answer:
             if choice.speculation is not None:
                 drafted, accepted = choice.speculation.by_source.get("predicted", (0, 0))
                 predicted = [predicted[0] + drafted, predicted[1] + accepted]
+        details = {
+            "accepted_prediction_tokens": predicted[1],
+            "rejected_prediction_tokens": predicted[0] - predicted[1],
+        }
+        if self._messages:
+            details["reasoning_tokens"] = sum(message.num_reasoning_tokens for message in self._messages)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
@@ -206,10 +227,7 @@ class Answer:
             "prompt_tokens_details": {
                 "cached_tokens": sum(choice.num_cached_tokens for choice in self.choices[:: self._n])
             },
-            "completion_tokens_details": {
-                "accepted_prediction_tokens": predicted[1],
-                "rejected_prediction_tokens": predicted[0] - predicted[1],
-            },
+            "completion_tokens_details": details,
         }
 
     def speculation(self) -> dict[str, Any]:

@@ -44,6 +44,12 @@ class Parsing:
     parallel: bool = True  # False: calls after the first are dropped
     make_id: Callable[[], str] = str
 
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Texts that must be seen, be they special tokens or not."""
+        reasoning = () if self.reasoning is None else self.reasoning.markers
+        return (*reasoning, *(() if self.tool_format is None else self.tool_format.markers))
+
 
 class MessageParser(CallSink):
     """Feeds an answer's text to the reasoning format and what that leaves to the tool format."""
