@@ -231,7 +231,54 @@ struct Model {
     const float* data = program->buffer_data(logits);
     return {data, data + in.num_logits * kVocab};
   }
+
+  // Rows of one request from position `first` on, each behind its parent (-1: it is the first).
+  std::vector<float> tree(int first, const std::vector<int32_t>& ids, const std::vector<int32_t>& parents) {
+    const std::vector<int32_t> tables{4, 9, 0}, start{0, int32_t(ids.size())}, lengths{first + int32_t(ids.size())};
+    std::vector<int32_t> positions, slots, rows;
+    for (int32_t i = 0; i < int32_t(ids.size()); ++i) {
+      const int at = first + i;
+      positions.push_back(parents[size_t(i)] < 0 ? first : positions[size_t(parents[size_t(i)])] + 1);
+      slots.push_back(tables[size_t(at / kBlockSize)] * kBlockSize + at % kBlockSize);
+      rows.push_back(i);
+    }
+    StepInputs in;
+    in.attention = {int64_t(ids.size()), 1, positions.data(), slots.data(), start.data(),
+                    lengths.data(),      tables.data(), 3, parents.data()};
+    in.token_ids = ids.data();
+    in.logits_indices = rows.data();
+    in.num_logits = int64_t(rows.size());
+    program->run(in);
+    const float* data = program->buffer_data(logits);
+    return {data, data + in.num_logits * kVocab};
+  }
 };
+
+std::vector<int32_t> chain(size_t size) {
+  std::vector<int32_t> parents(size);
+  for (size_t i = 0; i < size; ++i) parents[i] = int32_t(i) - 1;
+  return parents;
+}
+
+void a_tree_gives_what_its_paths_give() {
+  for (CacheType type : {CacheType::f16, CacheType::bf16, CacheType::f32}) {
+    Model model(type);
+    model.tree(0, {3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7}, chain(14));
+    std::vector<int32_t> ids{7}, parents{-1};
+    for (int node = 1; node < 18; ++node) {
+      ids.push_back(int32_t(draw(0, kVocab - 1)));
+      parents.push_back(int32_t(draw(0, node - 1)));
+    }
+    const std::vector<float> got = on_all_teams("a tree", [&] { return model.tree(14, ids, parents); });
+    for (size_t node = 0; node < ids.size(); ++node) {
+      std::vector<int32_t> path;
+      for (int at = int(node); at >= 0; at = parents[size_t(at)]) path.insert(path.begin(), ids[size_t(at)]);
+      const std::vector<float> want = model.tree(14, path, chain(path.size()));
+      expect(!std::memcmp(&got[node * kVocab], &want[want.size() - kVocab], kVocab * sizeof(float)),
+             "a node of a tree differs from plain decoding");
+    }
+  }
+}
 
 void a_program_gives_the_same_in_pieces() {
   for (CacheType type : {CacheType::f16, CacheType::bf16, CacheType::f32}) {
@@ -268,8 +315,11 @@ void random_integers_are_refused() {
     auto start = ints(3, 3);
     if (round % 2) start = {0, int32_t(draw(0, 3)), 3};
     const auto lengths = ints(2, 48), tables = ints(6, kBlocks), rows = ints(2, 2);
+    auto parents = ints(3, 1);
+    for (int32_t& parent : parents) parent -= draw(0, 1);
     StepInputs in;
     in.attention = {3, 2, positions.data(), slots.data(), start.data(), lengths.data(), tables.data(), 3};
+    if (round % 3 == 0) in.attention.parents = parents.data();
     in.token_ids = ids.data();
     in.logits_indices = rows.data();
     in.num_logits = 2;
@@ -315,6 +365,7 @@ int main() {
   sleepers_wake();
   linear_rows_stand_alone();
   a_program_gives_the_same_in_pieces();
+  a_tree_gives_what_its_paths_give();
   random_integers_are_refused();
   sampling_shares_rows();
   std::printf("native stress test passed (%s)\n", isa_name(current_isa()));
