@@ -64,14 +64,18 @@ float SamplerState::penalised(float logit, int32_t output_count) const {
   return logit;
 }
 
-void SamplerState::penalise(const float* raw, TokenSpan prefix, float* row) const {
-  for (size_t i = 0; i < seen_.size(); ++i) row[seen_[i]] = penalised(raw[seen_[i]], counts_[i]);
+void SamplerState::penalise(const float* raw, TokenSpan prefix, float* row, const DraftVocabulary* known_ids) const {
+  const auto penalise_token = [&](int32_t token, int32_t count) {
+    const int64_t column = known_ids ? known_ids->column(token) : token;
+    if (column >= 0) row[column] = penalised(raw[column], count);
+  };
+  for (size_t i = 0; i < seen_.size(); ++i) penalise_token(seen_[i], counts_[i]);
   for (int64_t i = 0; i < prefix.size; ++i) {
     const int32_t token = prefix.data[i];
     const auto place = index_.find(token);
     const int32_t known = place == index_.end() ? 0 : counts_[static_cast<size_t>(place->second)];
     const int32_t drafted = static_cast<int32_t>(std::count(prefix.data, prefix.data + i + 1, token));
-    row[token] = penalised(raw[token], known + drafted);
+    penalise_token(token, known + drafted);
   }
 }
 
@@ -104,20 +108,25 @@ void apply_mask(TokenMask mask, const float* row, int64_t vocab, float* result) 
 }  // namespace
 
 const float* SamplerState::process(const float* raw, int64_t vocab, TokenSpan prefix, float* scratch,
-                                   TokenMask mask) const {
+                                   TokenMask mask, const DraftVocabulary* known_ids) const {
   const float* row = raw;
   const auto writable = [&] {
     if (row == raw) std::memcpy(scratch, raw, sizeof(float) * static_cast<size_t>(vocab));
     row = scratch;
     return scratch;
   };
-  if (penalties_ && (!seen_.empty() || prefix.size > 0)) penalise(raw, prefix, writable());
+  float unknown;  // stands for what the row lacks
+  const auto at = [&](int32_t id) -> float& {
+    const int64_t column = known_ids ? known_ids->column(id) : id;
+    return column >= 0 ? writable()[column] : unknown = 0.0f;
+  };
+  if (penalties_ && (!seen_.empty() || prefix.size > 0)) penalise(raw, prefix, writable(), known_ids);
   for (size_t i = 0; i < params_.logit_bias_ids.size(); ++i)
-    writable()[params_.logit_bias_ids[i]] += params_.logit_bias_values[i];
+    at(params_.logit_bias_ids[i]) += params_.logit_bias_values[i];
   if (num_output_ + prefix.size < params_.min_tokens)
-    for (int32_t id : params_.masked_until_min_tokens) writable()[id] = kMasked;
+    for (int32_t id : params_.masked_until_min_tokens) at(id) = kMasked;
   for (const auto& word : params_.bad_words)
-    if (completes(word, prefix)) writable()[word.back()] = kMasked;
+    if (completes(word, prefix)) at(word.back()) = kMasked;
   if (mask == nullptr) return row;
   apply_mask(mask, row, vocab, scratch);
   return scratch;

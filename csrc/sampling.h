@@ -44,6 +44,24 @@ struct TokenSpan {
 // The tokens that a grammar allows: bit i % 32 of word i / 32, for every token of the vocabulary. Null: all.
 using TokenMask = const uint32_t*;
 
+// The tokens that a drafter knows: ascending ids, and of each 128 ids of the vocabulary the first that it knows.
+class DraftVocabulary {
+ public:
+  DraftVocabulary(std::vector<int32_t> ids, int64_t vocab_size);
+  int64_t size() const { return static_cast<int64_t>(ids_.size()); }
+  int64_t vocab_size() const { return vocab_size_; }
+  const int32_t* ids() const { return ids_.data(); }
+  int64_t num_groups() const { return static_cast<int64_t>(first_.size()) - 1; }
+  int64_t first(int64_t group) const { return first_[static_cast<size_t>(group)]; }
+  int64_t column(int32_t id) const { return columns_[static_cast<size_t>(id)]; }  // -1: not known
+
+ private:
+  std::vector<int32_t> ids_;
+  std::vector<int64_t> first_;
+  std::vector<int32_t> columns_;
+  int64_t vocab_size_;
+};
+
 // What sampling remembers of one request. Grows with the distinct tokens of the request, and only when a
 // penalty needs them.
 class SamplerState {
@@ -55,14 +73,7 @@ class SamplerState {
   // The logits of a row after penalties, bias and masks: `raw` itself when nothing applies, else `scratch`
   // [vocab], filled. `raw` is never written.
   const float* process(const float* raw, int64_t vocab, TokenSpan prefix, float* scratch,
-                       TokenMask mask = nullptr) const;
-
-  // Whether `process` gives the raw row back, after a prefix of this size.
-  bool is_plain(int64_t prefix_size) const {
-    return !(penalties_ && (!seen_.empty() || prefix_size > 0)) && params_.logit_bias_ids.empty() &&
-           params_.bad_words.empty() &&
-           (num_output_ + prefix_size >= params_.min_tokens || params_.masked_until_min_tokens.empty());
-  }
+                       TokenMask mask = nullptr, const DraftVocabulary* known_ids = nullptr) const;
 
   const SamplerParams& params() const { return params_; }
   int32_t largest_id() const { return largest_id_; }  // of all ids given: the vocabulary must be larger
@@ -71,7 +82,7 @@ class SamplerState {
  private:
   void see(int32_t token, int32_t count);
   float penalised(float logit, int32_t output_count) const;
-  void penalise(const float* raw, TokenSpan prefix, float* row) const;
+  void penalise(const float* raw, TokenSpan prefix, float* row, const DraftVocabulary* known_ids) const;
   bool completes(const std::vector<int32_t>& word, TokenSpan prefix) const;
 
   SamplerParams params_;
@@ -119,22 +130,6 @@ struct RowLogprobs {
 // `logprobs` may be null; it is of the raw logits.
 int32_t sample_row(const float* logits, int64_t vocab, const SamplerState& state, TokenSpan prefix,
                    int64_t position, RowLogprobs* logprobs, TokenMask mask = nullptr);
-
-// The tokens that a drafter knows: ascending ids, and of each 128 ids of the vocabulary the first that it knows.
-class DraftVocabulary {
- public:
-  DraftVocabulary(std::vector<int32_t> ids, int64_t vocab_size);
-  int64_t size() const { return static_cast<int64_t>(ids_.size()); }
-  int64_t vocab_size() const { return vocab_size_; }
-  const int32_t* ids() const { return ids_.data(); }
-  int64_t num_groups() const { return static_cast<int64_t>(first_.size()) - 1; }
-  int64_t first(int64_t group) const { return first_[static_cast<size_t>(group)]; }
-
- private:
-  std::vector<int32_t> ids_;
-  std::vector<int64_t> first_;
-  int64_t vocab_size_;
-};
 
 struct DraftToken {
   int32_t id = -1;  // -1: the row holds no distribution

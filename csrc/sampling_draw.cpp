@@ -84,8 +84,10 @@ class Row {
   Cut filter(int32_t top_k, double top_p, double min_p);
   int32_t draw(const Cut& cut, uint64_t seed, int64_t position) const;
   // As `draw`, for columns that stand for the ids of a vocabulary -> a column.
-  int64_t draw_column(const DraftVocabulary& vocabulary, const Cut& cut, uint64_t seed, int64_t position) const;
-  double probability(int64_t column) const;
+  int64_t draw_column(const DraftVocabulary& vocabulary, uint64_t total_weight, const Cut& cut, uint64_t seed,
+                      int64_t position) const;
+  uint32_t weight(int64_t column) const;  // as it goes into total_weight; after `scale`
+  uint64_t total_weight() const;
   // The first `count` in order, sorted.
   void top(int64_t count, std::vector<Candidate>& result) const;
 
@@ -276,7 +278,8 @@ int32_t Row::draw(const Cut& cut, uint64_t seed, int64_t position) const {
 // Tokens below the likely ones win this seldom at most when their luck is not looked at, in 64ths.
 constexpr uint64_t kTailShare = 64;
 
-int64_t Row::draw_column(const DraftVocabulary& vocabulary, const Cut& cut, uint64_t seed, int64_t position) const {
+int64_t Row::draw_column(const DraftVocabulary& vocabulary, uint64_t total_weight, const Cut& cut, uint64_t seed,
+                         int64_t position) const {
   const int32_t* ids = vocabulary.ids();
   const Noise noise(seed, position);
   const Cut cut_of_ids{cut.value, cut.id == kAnyId ? kAnyId : ids[cut.id]};
@@ -292,33 +295,29 @@ int64_t Row::draw_column(const DraftVocabulary& vocabulary, const Cut& cut, uint
     for (int64_t i = 0; i < count; ++i) likely += scratch_.weights[i];
     high = low;
   }
-  const auto column_of = [&](int32_t id, const int32_t* begin, const int32_t* end) {
-    const int32_t* place = std::lower_bound(begin, end, id);
-    return place != end && *place == id ? place - ids : int64_t{-1};
-  };
-  const uint64_t total = kernels_.sum_weights(logits_, scratch_.maxima.data(), vocab_, offset_, inv_t_);
-  if (cut.value < high && total - std::min(total, likely) > total / kTailShare) {
+  if (cut.value < high && total_weight - std::min(total_weight, likely) > total_weight / kTailShare) {
     int32_t lucky[128];
     for (int64_t group = 0; group < vocabulary.num_groups(); ++group) {
-      const int32_t *begin = ids + vocabulary.first(group), *end = ids + vocabulary.first(group + 1);
-      if (begin == end) continue;
+      if (vocabulary.first(group) == vocabulary.first(group + 1)) continue;
       const int count = kernels_.top_noise(seed, position, static_cast<uint32_t>(group * 8), lucky);
       for (int i = 0; i < count; ++i) {
-        const int64_t column = column_of(lucky[i], begin, end);
+        const int64_t column = lucky[i] < vocabulary.vocab_size() ? vocabulary.column(lucky[i]) : -1;
         if (column >= 0 && value(column) < high) race.enter(value(column), lucky[i], 255);
       }
     }
   }
-  return column_of(race.winner(), ids, ids + vocabulary.size());
+  return vocabulary.column(race.winner());
 }
 
-// Of a column, among all; after `scale`.
-double Row::probability(int64_t column) const {
+uint32_t Row::weight(int64_t column) const {
   const float scaled = value(column);
   uint32_t weight;
   kernels_.weights(&scaled, 1, &weight);
-  const uint64_t total = kernels_.sum_weights(logits_, scratch_.maxima.data(), vocab_, offset_, inv_t_);
-  return total > 0 ? static_cast<double>(weight) / static_cast<double>(total) : 0.0;
+  return weight;
+}
+
+uint64_t Row::total_weight() const {
+  return kernels_.sum_weights(logits_, scratch_.maxima.data(), vocab_, offset_, inv_t_);
 }
 
 void measure_logprobs(const SamplingKernels& kernels, Scratch& scratch, const float* logits, int64_t vocab,
@@ -365,34 +364,30 @@ DraftVocabulary::DraftVocabulary(std::vector<int32_t> ids, int64_t vocab_size)
     : ids_(std::move(ids)), vocab_size_(vocab_size) {
   for (int64_t group = 0; group * 128 < vocab_size_ + 128; ++group)
     first_.push_back(std::lower_bound(ids_.begin(), ids_.end(), static_cast<int32_t>(group * 128)) - ids_.begin());
+  columns_.assign(static_cast<size_t>(vocab_size_), -1);
+  for (size_t i = 0; i < ids_.size(); ++i)
+    if (ids_[i] >= 0 && ids_[i] < vocab_size_) columns_[static_cast<size_t>(ids_[i])] = static_cast<int32_t>(i);
 }
 
 DraftToken draft_row(const float* logits, const DraftVocabulary& vocabulary, const SamplerState& state,
                      TokenSpan prefix, int64_t position) {
   static thread_local Scratch scratch;
-  static thread_local std::vector<float> wide;
   static const SamplingKernels& kernels = OUTRIDER_SELECT_KERNELS(sampling_kernels);
   const SamplerParams& params = state.params();
   const bool is_greedy = params.temperature == 0.0f;
-  const float inv_t = is_greedy ? 1.0f : std::min(std::max(1.0f / params.temperature, 1e-30f), 1e30f);
-  const bool is_plain = state.is_plain(prefix.size);
-  const int64_t size = is_plain ? vocabulary.size() : vocabulary.vocab_size();
-  scratch.reserve(size);
-  if (!is_plain) {  // as the sampler, with the unknown tokens masked
-    wide.assign(static_cast<size_t>(size), -kInfinity);
-    for (int64_t i = 0; i < vocabulary.size(); ++i) wide[static_cast<size_t>(vocabulary.ids()[i])] = logits[i];
-    logits = state.process(wide.data(), size, prefix, scratch.row.data());
-  }
-  Row row(kernels, scratch, logits, size);
+  scratch.reserve(vocabulary.size());
+  logits = state.process(logits, vocabulary.size(), prefix, scratch.row.data(), nullptr, &vocabulary);
+  Row row(kernels, scratch, logits, vocabulary.size());
   if (!row.is_valid()) return {};
-  row.scale(inv_t);
+  row.scale(is_greedy ? 1.0f : std::min(std::max(1.0f / params.temperature, 1e-30f), 1e30f));
+  const uint64_t total = row.total_weight();
   int64_t column = row.argmax();
   if (!is_greedy) {
     const Cut cut = row.filter(params.top_k, params.top_p, params.min_p);
-    column = is_plain ? row.draw_column(vocabulary, cut, params.seed, position) : row.draw(cut, params.seed, position);
+    column = row.draw_column(vocabulary, total, cut, params.seed, position);
   }
-  return {is_plain ? vocabulary.ids()[column] : static_cast<int32_t>(column),
-          static_cast<float>(row.probability(column))};
+  const double share = static_cast<double>(row.weight(column)) / static_cast<double>(std::max<uint64_t>(total, 1));
+  return {vocabulary.ids()[column], static_cast<float>(share)};
 }
 
 void sample_batch(const SampleBatch& batch, int32_t* token_ids, RowLogprobs* logprobs) {
