@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import os
 import subprocess
 import sys
+import termios
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,8 +19,8 @@ from fake_engine import TEXT, FakeEngine, FakeTokenizer
 
 import outrider
 from outrider.entrypoints import bench, doctor
-from outrider.entrypoints.chat import TokenWriter
 from outrider.entrypoints.cli import COMMANDS, main
+from outrider.entrypoints.terminal import TokenWriter
 
 ROOT = Path(outrider.__file__).resolve().parents[1]
 
@@ -193,7 +195,7 @@ def test_chat_answers_each_line_and_shows_figures(
     monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n/what\n/reset\nAgain\n/exit\nnever\n"))
     assert main(["chat", "--temperature", "0", "--max-tokens", "19"]) == 0
     out = capsys.readouterr().out
-    assert out.count(TEXT[:19].decode()) == 2 and out.count("tokens/s") == 2 and "/reset starts over" in out
+    assert out.count(TEXT[:19].decode()) == 2 and out.count("tokens/s") == 2 and "/reset   " in out
     assert "ngram" in out and "\x1b" not in out
 
 
@@ -219,9 +221,86 @@ def test_drafted_tokens_are_coloured_and_characters_stay_whole(capsys: pytest.Ca
     tokenizer = FakeTokenizer()
     tokenizer.special_ids = frozenset({256})  # type: ignore[attr-defined]
     writer = TokenWriter(tokenizer, colour=True)
-    writer.write([*"aö".encode(), 256], ["model", "ngram", "ngram", "model"])
+    writer.write([*"aö\x1b\n".encode(), 256], ["model", "ngram", "ngram", "model", "model", "model"])
     out = capsys.readouterr().out
-    assert out == "a\x1b[32mö\x1b[0m"
+    assert out == "a\x1b[32mö\x1b[0m\N{REPLACEMENT CHARACTER}\n"
+
+
+def test_chat_takes_commands(
+    engine: FakeEngine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = ["/set seed 5", "/set temperature hot", "/set heat 1", "/set top_p 7", "/set"]
+    races = ["/race", "/system say nothing", "/race tell me", "/race lossy"]
+    lines = ["/help", *settings, *races, "/stats", "/set seed", "/set"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
+    assert main(["chat", "--max-tokens", "30"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("/race [TEXT]") == 1 and "there is nothing to race yet" in out
+    assert "temperature stays as it was" in out and "there is no setting 'heat'" in out
+    assert "top_p stays as it was" in out
+    assert out.count("seed = 5") == 1 and out.count("seed = unset") == 1
+    assert out.count("--- speculation off") == out.count("--- speculation on") == 2
+    assert "the texts are equal, all 30 tokens" in out and "THE TEXTS DIFFER from token 1 on" in out
+    assert "ngram: 4 of 10 drafted tokens accepted" in out and "1.50 times the speed" in out
+    assert len({request.cache_salt for request in engine.requests}) == 4
+
+
+@pytest.mark.server
+def test_ctrl_c_stops_the_answer_and_not_the_chat(tmp_path: Path) -> None:
+    """In a real terminal, as the user's keyboard does it."""
+    import pty
+
+    script = tmp_path / "chat.py"
+    script.write_text(CHAT_ON_A_FAKE)
+    master, slave = pty.openpty()
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "tests"), "TERM": "xterm", "NO_COLOR": "1"}
+    process = subprocess.Popen(
+        [sys.executable, str(script)], stdin=slave, stdout=slave, stderr=slave, env=env,
+        start_new_session=True, preexec_fn=lambda: fcntl.ioctl(slave, termios.TIOCSCTTY, 0),
+    )  # fmt: skip
+    os.close(slave)
+    seen = ""
+
+    def wait_for(text: str) -> None:
+        nonlocal seen
+        while text not in seen:
+            seen += os.read(master, 4096).decode()
+        seen = seen.partition(text)[2]
+
+    wait_for("> ")
+    os.write(master, b"slow\n")
+    wait_for("The quick")
+    os.write(master, b"\x03")
+    wait_for("(stopped)")
+    wait_for("tokens/s")
+    wait_for("> ")
+    os.write(master, b"\x03")
+    wait_for("> ")
+    os.write(master, b"say: still here\n")
+    wait_for("\nstill here")
+    os.write(master, b"/exit\n")
+    assert process.wait(20) == 0
+    os.close(master)
+
+
+CHAT_ON_A_FAKE = """
+import time
+from types import SimpleNamespace
+from fake_engine import FakeEngine, FakeTokenizer
+import outrider.engine.factory as factory
+from outrider.entrypoints.cli import main
+
+class Slow(FakeEngine):
+    def step(self):
+        time.sleep(0.02)
+        return super().step()
+
+tokenizer = FakeTokenizer()
+tokenizer.special_ids = frozenset({256})
+factory.load = lambda config: SimpleNamespace(tokenizer=tokenizer)
+factory.build_engine = lambda config, checkpoint: Slow()
+raise SystemExit(main(["chat", "--temperature", "0"]))
+"""
 
 
 # --- doctor, bench, pull -----------------------------------------------------------------------

@@ -50,8 +50,17 @@ class LocalEngine:
         except ApiError as error:
             raise ValueError(error.message) from None
 
-    def run(self, prepared: Sequence[Prepared]) -> Iterator[tuple[int, int, RequestOutput]]:
-        """Increments as (request, sequence of it, output) until all ended; leaving early cancels the rest."""
+    def stats(self) -> dict[str, Any]:
+        """What the engine has counted."""
+        return self._engine.stats()
+
+    def run(
+        self, prepared: Sequence[Prepared], cache_salt: str = ""
+    ) -> Iterator[tuple[int, int, RequestOutput]]:
+        """Increments as (request, sequence of it, output) until all ended; leaving early cancels the rest.
+
+        Cached prefixes and past outputs are shared within a salt only.
+        """
         engine = self._engine
         places: dict[str, tuple[int, int]] = {}
         try:
@@ -60,7 +69,9 @@ class LocalEngine:
                     request_id = str(next(self._ids))
                     places[request_id] = (index, sequence)
                     prompt = request.prompts[sequence // request.n]
-                    engine.add_request(AddRequest(request_id, prompt, params, time.monotonic()))
+                    engine.add_request(
+                        AddRequest(request_id, prompt, params, time.monotonic(), 0, cache_salt)
+                    )
             while engine.has_work:
                 for output in engine.step():
                     yield (*places[output.request_id], output)
