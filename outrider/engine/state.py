@@ -17,6 +17,7 @@ from outrider.spec_decode.proposer import NO_DRAFTS
 
 if TYPE_CHECKING:
     from outrider.engine.output import OutputStream
+    from outrider.sampling.grammar import GrammarMatcher
 
 NOT_A_NUMBER = "the model's logits are not numbers here; the request cannot go on"
 NOTHING_ALLOWED = (
@@ -108,6 +109,10 @@ class Request:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def grammar(self) -> GrammarMatcher | None:
+        return self.stream.grammar
 
     @property
     def is_caught_up(self) -> bool:

@@ -134,6 +134,9 @@ class Grammar:
         return GrammarMatcher(self, ignore_eos=ignore_eos)
 
 
+Path = tuple[int, ...]  # tokens after the committed ones
+
+
 class GrammarMatcher:
     """Where one request is in its grammar."""
 
@@ -141,15 +144,21 @@ class GrammarMatcher:
         self.error: str | None = None  # why it cannot go on
         self._grammar = grammar
         self._ignore_eos = ignore_eos
+        self._token_ids: list[int] = []  # committed
         self._inner = grammar.fresh()
-        self._token_ids: list[int] = []
-        self._mask: Mask | None = None  # after the committed tokens
+        self._ahead: Path = ()  # what the inner matcher has taken beyond the committed tokens
+        self._masks: dict[Path, Mask] = {}  # that are known
 
     def append(self, token_id: int) -> bool:
         """Take a final token; True when no other can follow it."""
-        self._mask = None
         self._token_ids.append(token_id)
-        return self._inner.consume_token(token_id) and self._inner.is_stopped()
+        self._masks = {path[1:]: mask for path, mask in self._masks.items() if path[:1] == (token_id,)}
+        if self._ahead[:1] == (token_id,):
+            self._ahead = self._ahead[1:]
+        else:
+            self._go_to(())
+            self._inner.consume_token(token_id)
+        return not self._ahead and self._inner.is_stopped() and not self._inner.is_error()
 
     def masks(self, token_ids: Sequence[int] = (), parents: Sequence[int] = ()) -> list[Mask | None]:
         """What may follow the committed tokens, and each node of a tree of drafts.
@@ -157,43 +166,42 @@ class GrammarMatcher:
         None: the node is not allowed or ends the text, so that nothing depends on what follows it. Where the
         grammar has failed (it got too complex), nothing may follow.
         """
-        if self._mask is None:
-            self._mask = self._compute_mask()
-            if self._inner.is_error():
-                self.error = f"the grammar is too complex here: {one_line(self._inner.get_error())}"
-        masks: list[Mask | None] = [self._mask]
-        path: list[int] = []  # the nodes that the inner matcher has consumed
-        for node, (token_id, parent) in enumerate(zip(token_ids, parents, strict=True)):
+        paths: list[Path] = [()]
+        masks: list[Mask | None] = [self._mask_after(())]
+        for token_id, parent in zip(token_ids, parents, strict=True):
             before = masks[parent + 1]
-            if before is None or not allows(before, token_id) or token_id in self._grammar.eos_ids:
-                masks.append(None)
-                continue
-            self._move(path, _path_to(parent, parents), token_ids)
-            self._inner.consume_token(token_id)
-            path.append(node)
-            masks.append(self._compute_mask())
-            if self._inner.is_error():
-                self._restore()
-                path.clear()
-        self._move(path, [], token_ids)
+            paths.append((*paths[parent + 1], token_id))
+            is_open = before is not None and allows(before, token_id)
+            is_end = token_id in self._grammar.eos_ids
+            masks.append(self._mask_after(paths[-1]) if is_open and not is_end else None)
         return masks
 
     def forced(self, after: Sequence[int] = (), limit: int = 32) -> list[int]:
-        """The only tokens that can follow the committed ones and `after`, as far as that is known."""
+        """The only tokens that can follow the committed ones and `after` (which is allowed), as far as that
+        is known."""
+        path = tuple(after)
         found: list[int] = []
-        num_taken = 0
-        for token_id in after:
-            num_taken += self._inner.try_consume_tokens([token_id])
-        while num_taken >= len(after) and len(found) < limit and not self._inner.is_error():
-            some = self._inner.compute_ff_tokens()[: limit - len(found)]
-            num = self._inner.try_consume_tokens(some) if some else 0
-            num_taken += num
-            found += some[:num]
-            if num == 0:
+        while len(found) < limit:
+            self._go_to(path)
+            coming = [] if self._inner.is_error() else self._inner.compute_ff_tokens()
+            num_known = len(found)
+            for token_id in coming[: limit - len(found)]:
+                if not allows(self._mask_after(path), token_id):
+                    break
+                found.append(token_id)
+                path += (token_id,)
+            if len(found) == num_known:
                 break
-        if self._inner.is_error() or not self._inner.rollback(num_taken):
-            self._restore()
         return found
+
+    def _mask_after(self, path: Path) -> Mask:
+        mask = self._masks.get(path)
+        if mask is None:
+            self._go_to(path)
+            mask = self._masks[path] = self._compute_mask()
+            if not path and self._inner.is_error():
+                self.error = f"the grammar is too complex here: {one_line(self._inner.get_error())}"
+        return mask
 
     def _compute_mask(self) -> Mask:
         grammar = self._grammar
@@ -207,25 +215,19 @@ class GrammarMatcher:
                 mask[token_id >> 5] &= ~np.uint32(1 << (token_id & 31))
         return mask[: -(-grammar.vocab_size // 32)]
 
-    def _move(self, path: list[int], target: Sequence[int], token_ids: Sequence[int]) -> None:
-        """Take the inner matcher from one path of drafts to another."""
-        shared = 0
-        while shared < min(len(path), len(target)) and path[shared] == target[shared]:
-            shared += 1
-        if len(path) > shared:
-            self._inner.rollback(len(path) - shared)
-        self._inner.consume_tokens([token_ids[node] for node in target[shared:]])
-        path[:] = target
-
-    def _restore(self) -> None:
-        """After a failure along drafts, which the inner matcher never leaves."""
-        self._inner = self._grammar.fresh()
-        self._inner.consume_tokens(self._token_ids)
-
-
-def _path_to(node: int, parents: Sequence[int]) -> list[int]:
-    path: list[int] = []
-    while node >= 0:
-        path.append(node)
-        node = parents[node]
-    return path[::-1]
+    def _go_to(self, path: Path) -> None:
+        """Take the inner matcher to the end of a path of allowed tokens."""
+        if self._inner.is_error():  # which it never leaves
+            self._inner = self._grammar.fresh()
+            self._inner.consume_tokens(self._token_ids)
+            self._ahead = ()
+        num_shared = 0
+        for mine, wanted in zip(self._ahead, path, strict=False):
+            if mine != wanted:
+                break
+            num_shared += 1
+        if num_shared < len(self._ahead):
+            self._inner.rollback(len(self._ahead) - num_shared)
+        if num_shared < len(path):
+            self._inner.consume_tokens(list(path[num_shared:]))
+        self._ahead = path

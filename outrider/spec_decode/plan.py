@@ -1,12 +1,13 @@
 """Several sources behind one proposer: who is asked, and what becomes of several answers.
 
-Free sources (predicted, suffix, ngram) are asked first. Then the controller says for how many steps a
-model is worth running, given what the free ones found, and the model drafts. What comes together:
+Free sources (grammar, predicted, suffix, ngram) are asked first. Then the controller says for how many
+steps a model is worth running, given what the free ones found, and the model drafts. What comes together:
 
 * append: a model's chain goes on with what a free source finds after it (`mtp_strategy: with_ngram`);
 * replace: without a controller, a free draft that expects as much as the model gives saves the model's cost;
 * merge: all drafts of a request become one tree; where trees are not verified,
-* race: the draft with the most expected accepted tokens wins.
+* race: the draft with the most expected accepted tokens wins;
+* grammar: what a request's grammar forbids is cut, and a chain goes on with what must follow it.
 
 A source that fails is silent for that call; the others go on. It is counted, and logged once.
 """
@@ -21,6 +22,8 @@ from typing import Any, Protocol, TypeVar
 
 from outrider.config import SpeculativeConfig
 from outrider.config_fields import ConfigError
+from outrider.spec_decode.grammar import SOURCE as GRAMMAR
+from outrider.spec_decode.grammar import GrammarProposer, allowed_part, matcher_of
 from outrider.spec_decode.merge import expected_tokens, merge
 from outrider.spec_decode.proposer import (
     MOST_DRAFT_TOKENS,
@@ -92,6 +95,7 @@ class Plan:
             for mine, drafts in zip(found, self._ask(name, source, requests, limits), strict=True):
                 if drafts.token_ids:
                     mine.append(drafts)
+        self._apply_grammars(requests, limits, found)
         best = [self._combine(mine, limit) for mine, limit in zip(found, limits, strict=True)]
         if self.model is None:
             return best
@@ -99,6 +103,10 @@ class Plan:
         if not any(steps):
             return best
         drafted = self._ask_model(requests, limits, steps)
+        drafted = [
+            self._in_grammar(request, drafts, limit)
+            for request, drafts, limit in zip(requests, drafted, limits, strict=True)
+        ]
         return [
             self._combine([drafts, free] if drafts.token_ids else [free], limit)
             for drafts, free, limit in zip(drafted, best, limits, strict=True)
@@ -208,6 +216,48 @@ class Plan:
             drafts.source + tail.source[:room],
         )
 
+    def _apply_grammars(
+        self, requests: Sequence[RequestView], limits: Sequence[int], found: list[list[Drafts]]
+    ) -> None:
+        """Keep of what was found what the grammars allow, and let it go on with what must follow."""
+        for request, limit, mine in zip(requests, limits, found, strict=True):
+            if matcher_of(request) is not None:
+                allowed = [self._in_grammar(request, drafts, limit) for drafts in mine]
+                mine[:] = [drafts for drafts in allowed if drafts.token_ids]
+
+    def _in_grammar(self, request: RequestView, drafts: Drafts, limit: int) -> Drafts:
+        if matcher_of(request) is None or not drafts.token_ids:
+            return drafts
+        drafts = self._guarded(GRAMMAR, lambda: allowed_part(request, drafts), NO_DRAFTS)
+        # What must come, what a free source thinks comes then, and what must come after that.
+        for name in (GRAMMAR, *[name for name in self.free if name != GRAMMAR][-1:], GRAMMAR):
+            source = self.free.get(name)
+            if source is not None and drafts.token_ids and drafts.is_chain:
+                drafts = self._continued(request, drafts, limit, name, source)
+        return drafts
+
+    def _continued(
+        self, request: RequestView, drafts: Drafts, limit: int, name: str, source: FreeSource
+    ) -> Drafts:
+        """The chain with what `source` says of the text after it, as far as the grammar allows that."""
+        room = limit - len(drafts)
+        if room <= 0 or (name != GRAMMAR and drafts.source[-1] != GRAMMAR):
+            return drafts
+        tail = self._guarded(
+            name, lambda: source.continue_after(request, drafts.token_ids, room).first(room), NO_DRAFTS
+        )
+        if not tail.token_ids or not tail.is_chain:
+            return drafts
+        alive = drafts.survival[-1]
+        whole = Drafts.chain_of(
+            drafts.token_ids + tail.token_ids,
+            drafts.survival + tuple(alive * value for value in tail.survival),
+            drafts.source + tail.source,
+        )
+        if name == GRAMMAR:
+            return whole
+        return self._guarded(GRAMMAR, lambda: allowed_part(request, whole), drafts)
+
     def _combine(self, proposals: list[Drafts], limit: int) -> Drafts:
         if len(proposals) < 2:
             return proposals[0] if proposals else NO_DRAFTS
@@ -251,8 +301,11 @@ def _free_sources(
 ) -> dict[str, FreeSource]:
     from outrider.spec_decode.predicted import PredictedProposer
 
-    # A request that brings a prediction gets drafts from it whatever the method.
-    free: dict[str, FreeSource] = {"predicted": PredictedProposer(max_draft_tokens=limit)}
+    # A request that brings a grammar or a prediction gets drafts from it whatever the method.
+    free: dict[str, FreeSource] = {
+        GRAMMAR: GrammarProposer(max_draft_tokens=limit),
+        "predicted": PredictedProposer(max_draft_tokens=limit),
+    }
     if config.method == "ngram":
         free["ngram"] = _ngram(config, limit)
     if config.method in ("suffix", "auto"):
