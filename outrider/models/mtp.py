@@ -95,7 +95,7 @@ def module_weights(
     """The handles that `build` asks for. The embedding is the target's own handle; head rows are copied."""
     tensors = dict(head.tensors)
     tensors["proj_embed"], tensors["proj_hidden"] = _halves(tensors.pop("proj"))
-    tensors["head"] = _head_rows(head, target_tensors)
+    tensors["head"] = _head_rows(head, target_tensors, quantization)
     plan = {name: [name] for name in ("emb_norm", "hidden_norm", "proj_embed", "proj_hidden", "head")}
     plan |= {
         handle: names
@@ -121,12 +121,17 @@ def _halves(proj: RawTensor) -> list[RawTensor]:
     ]
 
 
-def _head_rows(head: MTPHead, target_tensors: Mapping[str, RawTensor]) -> RawTensor:
+def _head_rows(head: MTPHead, target_tensors: Mapping[str, RawTensor], quantization: str | None) -> RawTensor:
+    """The rows of the draft vocabulary: as the target has them, unless fewer bits are asked for."""
     if head.config.has_head:
         rows = head.tensors["head"]
     else:
         rows = target_tensors["head" if "head" in target_tensors else "embed"]
-    return rows if head.draft_token_ids is None else rows.select_rows(head.draft_token_ids)
+    if head.draft_token_ids is not None:
+        rows = rows.select_rows(head.draft_token_ids)
+    if quantization != "wint4":
+        return rows
+    return RawTensor("draft_rows", rows.shape, "f16", encode_float("f16", rows.to_float32()), rows.file)
 
 
 def compile_module(
