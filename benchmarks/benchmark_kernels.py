@@ -3,7 +3,8 @@
     python benchmarks/benchmark_kernels.py --rows 1,2,4,8,16,32,64 --contexts 256
 
 Runs the real executable: embedding to logits, no sampling, no engine. `verify` gives all rows to one
-sequence, as a draft's verification does; `batch` gives each row a sequence of its own. All row counts
+sequence, as the verification of a chain does, and `tree` as that of a tree with two nodes at every depth;
+`batch` gives each row a sequence of its own. All row counts
 take turns in every repetition, so that a disturbance hits them alike.
 """
 
@@ -14,7 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,17 @@ def make_step(num_sequences: int, tokens_each: int, context: int, vocab_size: in
 
 
 def row_step(shape: str, rows: int, context: int, vocab_size: int) -> Step:
-    return make_step(*((1, rows) if shape == "verify" else (rows, 1)), context, vocab_size, all_logits=True)
+    if shape == "batch":
+        return make_step(rows, 1, context, vocab_size, all_logits=True)
+    step = make_step(1, rows, context, vocab_size, all_logits=True)
+    return as_tree(step, context) if shape == "tree" else step
+
+
+def as_tree(step: Step, context: int) -> Step:
+    """One sequence's rows as a draft tree: two nodes at every depth, of which the second goes on."""
+    rows = np.arange(len(step.token_ids), dtype=np.int32)
+    positions = context + (rows + 1) // 2
+    return replace(step, positions=positions, parents=np.maximum((rows - 1) // 2 * 2, 0) - (rows == 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,8 +331,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
-    if not args.rows or min(args.rows) < 1 or set(args.shapes) - {"verify", "batch"}:
-        print("error: --rows wants numbers from 1 on, --shapes verify, batch or both", file=sys.stderr)
+    if not args.rows or min(args.rows) < 1 or set(args.shapes) - {"verify", "tree", "batch"}:
+        print("error: --rows wants numbers from 1 on, --shapes some of verify, tree, batch", file=sys.stderr)
         return 2
     result = run(args)
     show(result)

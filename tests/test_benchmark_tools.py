@@ -146,6 +146,9 @@ def test_steps_of_the_kernel_benchmark_hold_what_they_say() -> None:
         160,
     ]
     assert step.query_start_loc.tolist() == [0, 1, 2, 3]
+    step = benchmark_kernels.row_step("tree", 5, 62, vocab_size=9)
+    assert step.positions.tolist() == [62, 63, 63, 64, 64] and step.parents.tolist() == [-1, 0, 0, 2, 2]
+    assert step.slot_mapping.tolist() == [62, 63, 64, 65, 66] and step.seq_lens.tolist() == [67]
     step = benchmark_kernels.make_step(2, 5, 0, vocab_size=9, all_logits=False)
     assert step.logits_indices.tolist() == [4, 9] and step.token_ids.max() < 9
     assert {array.dtype.name for array in (step.token_ids, step.slot_mapping, step.block_tables)} == {"int32"}
