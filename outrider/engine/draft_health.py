@@ -17,6 +17,7 @@ _MOST_FAILURES = 8  # rounds in a row before a pause
 _FIRST_PAUSE, _LONGEST_PAUSE = 64, 4096  # rounds
 _FREE_SHARE = 0.01  # of a step: what drafting may take without anything to show for it
 _MOST_DEBT = 12.0  # plain steps that drafting may have lost before a pause
+_MOST_LOST = 4.0  # plain steps that count as lost in a single one
 _ROUNDS_OF_PROBATION = 512  # after a pause without another, the next one is short again
 
 
@@ -72,9 +73,11 @@ class DraftHealth:
     def observe(self, drafting_seconds: float, gained_seconds: float, step_seconds: float) -> None:
         """A step of `step_seconds` spent so long on drafting, and was so much shorter for its drafts than the
         plain steps it replaced (0 if it was not)."""
+        plain = max(step_seconds - drafting_seconds, 1e-6)
         lost = drafting_seconds - max(0.0, gained_seconds) - _FREE_SHARE * step_seconds
-        self._debt = max(0.0, self._debt + lost)
-        if self._debt > _MOST_DEBT * max(step_seconds - drafting_seconds, 1e-6):
+        # A single interruption by the machine is no reason to pause.
+        self._debt = max(0.0, self._debt + min(lost, _MOST_LOST * plain))
+        if self._debt > _MOST_DEBT * plain:
             self._pause(f"drafting took {self._debt:.3g} s more than its drafts gained")
 
     def _pause(self, reason: str) -> None:

@@ -25,6 +25,8 @@ from outrider.spec_decode.proposer import (
 )
 
 _PROFIT_RATE = 0.02  # weight of a step in the profit that is shown
+# Every step's time is looked at in the beginning, then one of so many: looking takes time too.
+_CLOSE_STEPS, _SAMPLING = 64, 4
 
 
 class DraftController(Protocol):
@@ -46,9 +48,21 @@ class DraftController(Protocol):
     def model_seconds(self) -> float: ...  # of this step's drafting, the part that ran a model
     def observe(self, results: Sequence[ResultView]) -> None: ...
     def observe_step(
-        self, rows: int, context: int, seconds: float, drafting_seconds: float = 0.0
+        self,
+        rows: int,
+        context: int,
+        seconds: float,
+        drafting_seconds: float = 0.0,
+        num_requests: int = 1,
+        weight: int = 1,
     ) -> None: ...
     def forget(self, request_id: str) -> None: ...
+    def close(self) -> None:
+        """The engine ends: let the proposer keep what it wants to keep."""
+        close = getattr(self.proposer, "close", None)
+        if close is not None:
+            self.health.guarded("close", close)
+
     def stats(self) -> dict[str, Any]: ...
 
 
@@ -81,6 +95,7 @@ class Drafting:
         self._seconds = 0.0  # what they took
         self._tokens = 0.0  # and gave
         self._drafting = 0.0  # seconds of them that went into drafting
+        self._num_steps = 0
         if controller is not None and hasattr(proposer, "choose_model_steps"):
             proposer.choose_model_steps = controller.choose_model_steps
 
@@ -133,24 +148,37 @@ class Drafting:
         controller = self.controller
         if controller is None:
             return
-        num_rows = sum([row.num_tokens for row in plan.rows])
-        context = sum([row.start for row in plan.rows]) // len(plan.rows)
         drafting, self._drafting_seconds = self._drafting_seconds, 0.0
+        self._num_steps += 1
+        weight = 1
+        if self._num_steps > _CLOSE_STEPS:
+            if self._num_steps % _SAMPLING:
+                return
+            weight = _SAMPLING
+        rows, num = plan.rows, len(plan.rows)
+        num_rows = sum([row.num_tokens for row in rows])
+        context = sum([row.start for row in rows]) // num
         without_model = drafting - controller.model_seconds
-        self.health.guarded("controller", controller.observe_step, num_rows, context, seconds, drafting)
+        self.health.guarded(
+            "controller", controller.observe_step, num_rows, context, seconds, drafting, num, weight
+        )
         gained = 0.0
-        if self._plain_step is not None and all(
-            [row.num_tokens == len(row.drafts.token_ids) + 1 for row in plan.rows]
+        if self._plain_step is not None and num_rows == num + sum(
+            [len(row.drafts.token_ids) for row in rows]
         ):
-            num_steps = sum([len(result.token_ids) for result in results]) / len(results)
-            plain_seconds = num_steps * self._plain_step(len(results), context)
-            self._plain_seconds += (plain_seconds - self._plain_seconds) * _PROFIT_RATE
-            self._seconds += (seconds - self._seconds) * _PROFIT_RATE
-            self._tokens += (num_steps * len(results) - self._tokens) * _PROFIT_RATE
-            self._drafting += (drafting - self._drafting) * _PROFIT_RATE
+            tokens = sum([len(result.token_ids) for result in results])
+            plain_seconds = tokens / num * self._plain_step(num, context)
+            self._observe_profit(plain_seconds, seconds, tokens, drafting)
             gained = plain_seconds - (seconds - without_model)
         if self.is_active:
             self.health.observe(without_model, gained, seconds)
+
+    def _observe_profit(self, plain_seconds: float, seconds: float, tokens: int, drafting: float) -> None:
+        rate = _PROFIT_RATE
+        self._plain_seconds += (plain_seconds - self._plain_seconds) * rate
+        self._seconds += (seconds - self._seconds) * rate
+        self._tokens += (tokens - self._tokens) * rate
+        self._drafting += (drafting - self._drafting) * rate
 
     def propose(self, running: Sequence[Request], num_prompt_rows: int = 0) -> None:
         """Set the drafts of the running requests that are generating. About `num_prompt_rows` rows of

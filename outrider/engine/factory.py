@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 from pathlib import Path
@@ -38,7 +37,9 @@ from outrider.sampling.sampler import Sampler
 from outrider.spec_decode.controller import Controller
 from outrider.spec_decode.cost import StepCost
 from outrider.spec_decode.draft_model import DraftModelProposer
+from outrider.spec_decode.memory_file import MemoryFile
 from outrider.spec_decode.mtp import MTPProposer
+from outrider.spec_decode.phrases import PhraseProposer, shipped_phrases, vocabulary_name
 from outrider.spec_decode.proposer import MOST_DRAFT_TOKENS, NoProposer, Parts, make_proposer
 
 logger = logging.getLogger(__name__)
@@ -214,6 +215,13 @@ def _parts(
 ) -> Parts:
     """What the sources of drafts are made from."""
 
+    def vocabulary() -> str:
+        return vocabulary_name(checkpoint.tokenizer.token_bytes())
+
+    def phrases(branches: bool) -> PhraseProposer | None:
+        table = shipped_phrases(vocabulary())
+        return None if table is None else PhraseProposer(table, branches=branches)
+
     def mtp() -> MTPProposer:
         assert head is not None and runner.draft_head is not None
         return MTPProposer(
@@ -226,15 +234,10 @@ def _parts(
     return Parts(
         mtp=mtp if runner.draft_head is not None else None,
         draft_model=None if draft_model is None else lambda: draft_model,
+        phrases=phrases,
+        memory_file=lambda path: MemoryFile(path, vocabulary(), checkpoint.config.vocab_size),
         branches=True,
-        vocabulary_name=_vocabulary_name(checkpoint),
     )
-
-
-def _vocabulary_name(checkpoint: Checkpoint) -> str:
-    """Equal for models whose token ids mean the same text."""
-    table = checkpoint.tokenizer.token_bytes()
-    return hashlib.sha256(b"".join(b"%d:%s" % (len(text), text) for text in table)).hexdigest()
 
 
 def _tensor(name: str, checkpoint: Checkpoint, config: EngineConfig) -> RawTensor:
@@ -280,9 +283,7 @@ def _drafting(
         cost = StepCost(calibration)
         controller = Controller(cost, max_model_steps=getattr(proposer, "max_model_steps", 0))
 
-        def plain_step(num_requests: int, context: int) -> float:
-            return cost.curve(context, num_requests)[num_requests]
-
+        plain_step = cost.plain_step
         runner.seconds = 0.0
     return Drafting(
         proposer,

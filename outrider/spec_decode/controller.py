@@ -102,6 +102,8 @@ class Controller:
         """How many steps a drafting model should run for each request, given the free drafts it has."""
         model_steps, this = self._model_steps, self._round
         names = [request.request_id for request in requests]
+        if model_steps.rests(names):
+            return [0] * len(names)
         tracked = [self._track(name) for name in names]
         needs = [
             self._need(free, one.shifts) if free.token_ids else 1.0
@@ -210,15 +212,16 @@ class Controller:
         self, survival: Iterable[float], num_nodes: int, num_requests: int, other_rows: int, context: int
     ) -> int:
         """How many of the nodes, given in falling order of survival, give the most tokens per second."""
-        base, drafting = num_requests + other_rows, self.model_seconds
+        base, requests = num_requests + other_rows, self._cost.of_requests(num_requests)
         seconds = self._cost.curve(context, base + num_nodes)
-        plain = best = num_requests / (seconds[base] + drafting)
+        beside = requests + self.model_seconds  # time that the rows do not change
+        plain = best = num_requests / (seconds[base] + beside)
         needed = plain if self._is_speculating else plain * (1.0 + self._min_gain)
         chosen = 0
         tokens = float(num_requests)
         for num, alive in enumerate(survival, start=1):
             tokens += alive
-            step = seconds[base + num] + drafting
+            step = seconds[base + num] + beside
             rate = tokens / step
             if rate > best:
                 best, chosen = rate, num
@@ -227,7 +230,7 @@ class Controller:
         if best <= needed:
             chosen, best = 0, plain
         self._is_speculating = chosen > 0
-        gain = best * seconds[base] / num_requests
+        gain = best * (seconds[base] + requests) / num_requests
         self._model_steps.observe_admission(gain, chosen)
         self._remember(num_requests, num_nodes, chosen, gain)
         return chosen
@@ -246,10 +249,19 @@ class Controller:
                 self._table.observe(tracked.proposal, result.token_ids, tracked.shifts)
                 tracked.proposal = NO_DRAFTS
 
-    def observe_step(self, rows: int, context: int, seconds: float, drafting_seconds: float = 0.0) -> None:
-        """A step with this many rows took so long from planning to drafting, drafting included."""
-        self._cost.observe(rows, context, seconds - drafting_seconds)
-        self._model_steps.earn(seconds)
+    def observe_step(
+        self,
+        rows: int,
+        context: int,
+        seconds: float,
+        drafting_seconds: float = 0.0,
+        num_requests: int = 1,
+        weight: int = 1,
+    ) -> None:
+        """A step with this many rows took so long from planning to drafting, drafting included. It stands for
+        `weight` steps."""
+        self._cost.observe(rows, context, seconds - drafting_seconds, num_requests)
+        self._model_steps.earn(weight * seconds)
         self.model_seconds = 0.0
 
     def forget(self, request_id: str) -> None:

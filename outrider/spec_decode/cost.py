@@ -13,75 +13,105 @@ from outrider.spec_decode.calibration import Calibration, interpolate
 
 
 class StepCost:
-    """T(rows, context): the calibrated curve, bent by what was observed.
+    """T(rows, context, requests): the calibrated curve, bent by what was observed.
 
-    The correction is a factor for each stretch between calibrated row counts, on top of one for all: a
-    machine that became slower as a whole changes no decision.
+    The curve was measured with the rows of one request. What every further request adds (a context of its
+    own to attend to, a sampler's state, an answer) is learned while serving, as is a factor for all and one
+    for each stretch between calibrated row counts. A machine that became slower as a whole changes no
+    decision.
     """
 
-    RATE = 0.08  # weight of a new observation in the common factor
-    BEND_RATE = 0.02  # and in that of its own row count
-    FIRST_RATE = 0.3
-    FIRST_STEPS = 16  # in which a calibration that was disturbed is set right quickly
+    NOISE = 0.1  # of an observation, as a part of it
+    FIRST_DOUBT, DRIFT = 0.5, 0.01  # of the common factor; drift is an observation's
+    REQUEST_DOUBT, REQUEST_DRIFT = 0.1, 0.002  # of a request's part, in plain steps
+    BEND_RATE = 0.02  # weight of an observation in the factor of its own row count
     MOST_SURPRISE = 0.25  # of the logarithm; a step that the machine interrupted must not bend the curve
+    FIRST_STEPS = 16  # in which a calibration that was disturbed is set right quickly
     REFRESH = 32  # observations between two looks at the correction
     CONTEXT_STEP = 256  # contexts that share a curve
 
     def __init__(self, calibration: Calibration) -> None:
         self._calibration = calibration
-        self._common = 0.0
-        self._bends = [1.0] * len(calibration.rows)
+        known = calibration.rows
+        self._most_rows = 2 * known[-1]
+        self._nearest = [
+            min(range(len(known)), key=lambda i: abs(known[i] - rows)) for rows in range(self._most_rows + 1)
+        ]
+        plain = calibration.seconds[0][0]
+        self._factor, self._per_request = 1.0, 0.0
+        self._drift = (self.DRIFT**2, (self.REQUEST_DRIFT * plain) ** 2)
+        self._cov = [self.FIRST_DOUBT**2, 0.0, (self.REQUEST_DOUBT * plain) ** 2]  # (f, f), (f, r), (r, r)
+        self._bends = [1.0] * len(known)
         self._num_observed = 0
         self._plain: dict[int, list[float]] = {}  # by context step, without correction
         self._curves: dict[int, list[float]] = {}
 
     def curve(self, context: int, num_rows: int) -> list[float]:
-        """Seconds of a step with 0.. at least `num_rows` rows; never decreasing."""
+        """Seconds of a step of one request with 0.. at least `num_rows` rows; never decreasing."""
         step = context // self.CONTEXT_STEP
         curve = self._curves.get(step)
         if curve is None or len(curve) <= num_rows:
             plain = self._plain_curve(step, num_rows)
-            curve = [seconds * self._factor(rows) for rows, seconds in enumerate(plain)]
+            curve = [self._factor * seconds * self._bend(rows) for rows, seconds in enumerate(plain)]
             for rows in range(1, len(curve)):
                 curve[rows] = max(curve[rows], curve[rows - 1])
             self._curves[step] = curve
         return curve
 
+    def of_requests(self, num_requests: int) -> float:
+        """Seconds that the requests beside the first add to a step, whatever their rows."""
+        return self._per_request * (num_requests - 1) if num_requests > 1 else 0.0
+
+    def plain_step(self, num_requests: int, context: int) -> float:
+        """Seconds of a step that gives every request one token without drafts."""
+        return self.curve(context, num_requests)[num_requests] + self.of_requests(num_requests)
+
     def _plain_curve(self, step: int, num_rows: int) -> list[float]:
         plain = self._plain.get(step)
         if plain is None or len(plain) <= num_rows:
-            length = max(128, 2 * num_rows)
+            length = max(self._most_rows, 2 * num_rows)
             plain = self._plain[step] = self._calibration.curve(step * self.CONTEXT_STEP, length)
         return plain
 
-    def _factor(self, rows: int) -> float:
+    def _bend(self, rows: int) -> float:
         """The correction at `rows`, linear between the calibrated counts so that the curve has no steps."""
         known = self._calibration.rows
-        return math.exp(self._common) * interpolate(known, self._bends, min(rows, known[-1]))
+        return interpolate(known, self._bends, min(rows, known[-1]))
 
-    def observe(self, rows: int, context: int, seconds: float) -> None:
+    def observe(self, rows: int, context: int, seconds: float, num_requests: int = 1) -> None:
         """A step with this many rows took so long."""
-        known = self._calibration.rows
-        if not 1 <= rows <= 2 * known[-1] or not seconds > 0:
+        if not 1 <= rows <= self._most_rows or not seconds > 0:
             return  # a long prompt's step says nothing about verifying
-        plain = self._plain_curve(context // self.CONTEXT_STEP, rows)[rows]
-        surprise = math.log(seconds / plain / self._factor(rows))
+        bent = self._plain_curve(context // self.CONTEXT_STEP, rows)[rows] * self._bend(rows)
+        others = max(num_requests - 1, 0)
+        expected = self._factor * bent + self._per_request * others
         is_early = self._num_observed < self.FIRST_STEPS
         most = self.MOST_SURPRISE * (4 if is_early else 1)
-        surprise = max(-most, min(most, surprise))
-        nearest = min(range(len(known)), key=lambda i: abs(known[i] - rows))
-        self._common += (self.FIRST_RATE if is_early else self.RATE) * surprise
-        self._bends[nearest] *= math.exp(self.BEND_RATE * surprise)
+        surprise = max(-most, min(most, math.log(seconds / expected)))
+        self._correct(bent, float(others), expected, math.exp(surprise))
+        self._bends[self._nearest[rows]] *= math.exp(self.BEND_RATE * surprise)
         self._num_observed += 1
         if is_early or self._num_observed % self.REFRESH == 0:
             self._curves.clear()
+
+    def _correct(self, bent: float, others: float, expected: float, ratio: float) -> None:
+        """Move factor and per-request part by a Kalman filter; the step took `ratio` times the expected."""
+        ff, fr, rr = self._cov
+        f, r = ff * bent + fr * others, fr * bent + rr * others
+        gain = 1.0 / (f * bent + r * others + (self.NOISE * expected * ratio) ** 2)
+        error = expected * (ratio - 1.0) * gain
+        self._factor = max(self._factor + f * error, 1e-3)
+        self._per_request = max(self._per_request + r * error, 0.0)
+        drift_f, drift_r = self._drift
+        self._cov = [ff - f * f * gain + drift_f, fr - f * r * gain, rr - r * r * gain + drift_r]
 
     def stats(self) -> dict[str, Any]:
         return {
             "rows": list(self._calibration.rows),
             "contexts": list(self._calibration.contexts),
             "seconds": [list(row) for row in self._calibration.seconds],
-            "correction": [round(self._factor(rows), 4) for rows in self._calibration.rows],
+            "correction": [round(self._factor * bend, 4) for bend in self._bends],
+            "request_seconds": self._per_request,
             "observed_steps": self._num_observed,
         }
 

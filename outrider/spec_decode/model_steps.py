@@ -50,6 +50,7 @@ class ModelSteps:
     RATE = 0.1  # weight of a draft in its request's worth
     POOL_RATE = 0.04  # and in that of all requests, which new ones begin with
     GAIN_RATE = 0.05  # weight of a step in the gain over plain decoding
+    REST = 6  # rounds that nothing is reconsidered after nothing was chosen for the same requests
     MIN_GAIN = 0.01  # of the tokens, to begin drafting; any gain will do to go on
     REFRESH = 8  # rounds between two looks at what is typical
     SHARE_TRIALS = 4.0  # how many drafts a depth's likeness to the one before is worth
@@ -69,6 +70,7 @@ class ModelSteps:
         self._rate = 0.0  # tokens per second of this round
         self._prices = [0.0] * (max_steps + 1)  # of that many more rows in this round, in tokens
         self._rounds = 0
+        self._resting: tuple[Sequence[str], int] = ((), 0)  # for whom, until which round
         self._num_steps = 0  # chosen last
         self._probe_seconds = 0.0  # what probes may still take
         self._probed: dict[str, int] = {}  # request -> rounds its probe still runs
@@ -76,12 +78,21 @@ class ModelSteps:
 
     # --- choosing ---
 
+    def rests(self, request_ids: Sequence[str]) -> bool:
+        """Whether nothing is chosen in this round without a look at it: looking takes time too."""
+        whom, until = self._resting
+        if self._rounds + 1 >= until or whom != request_ids:
+            return False
+        self._rounds += 1
+        return True
+
     def begin_round(self, num_requests: int, num_rows: int, context: int) -> None:
         """Price the rows of a step of this shape: requests, rows without drafts and context."""
         self._rounds += 1
         others = num_rows + round(self._num_extra_rows * (num_requests - 1) / max(num_requests, 1))
         curve = self._cost.curve(context, others + self.max_steps)
-        self._rate = rate = self._gain * num_requests / curve[num_rows]
+        plain = curve[num_rows] + self._cost.of_requests(num_requests)
+        self._rate = rate = self._gain * num_requests / plain
         before = curve[others]
         self._prices = [rate * (seconds - before) for seconds in curve[others : others + self.max_steps + 1]]
 
@@ -111,7 +122,11 @@ class ModelSteps:
             num_steps = 0
         self._num_steps = num_steps
         steps = [num_steps if is_chosen else 0 for is_chosen in chosen] if num_steps else [0] * len(needs)
-        return self._with_probe(request_ids, behind, steps)
+        steps, is_probe = self._with_probe(request_ids, behind, steps)
+        # Where free drafts do the work now, the next round may be different.
+        if not is_probe and not num_steps and min(needs) > 0.5:
+            self._resting = (request_ids, self._rounds + self.REST)
+        return steps, is_probe
 
     def _best(
         self, worths: Sequence[Sequence[float]], needs: Sequence[float], feeding: Sequence[float]
