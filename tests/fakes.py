@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from grammar_oracle import automaton_of
 
 from outrider.config import EngineConfig
 from outrider.engine.batch import Batch, SamplingBatch
@@ -155,6 +156,13 @@ def processed(
     return values
 
 
+def masked(values: list[float], mask: Any | None) -> list[float]:
+    """Without the tokens whose bit is not set."""
+    if mask is None:
+        return values
+    return [value if mask[t // 32] >> (t % 32) & 1 else -math.inf for t, value in enumerate(values)]
+
+
 def draw(values: Sequence[float], params: SamplingParams, seed: int, position: int) -> int:
     """The token drawn from processed logits; -1 when there is none to draw."""
     if any(math.isnan(v) for v in values) or max(values) == -math.inf:
@@ -212,7 +220,9 @@ class ReferenceSampler:
         for row, values in enumerate(logits.tolist()):
             state: ReferenceState = sampling.states[sampling.row_state[row]]
             prefix = sampling.prefix_ids[sampling.prefix_start[row] : sampling.prefix_start[row + 1]].tolist()
-            self.sample_row(values, state, prefix, int(sampling.positions[row]), sampled)
+            which = -1 if sampling.row_mask is None else int(sampling.row_mask[row])
+            mask = sampling.masks[which].tolist() if which >= 0 else None  # type: ignore[index]
+            self.sample_row(values, state, prefix, int(sampling.positions[row]), sampled, mask)
         return sampled
 
     def sample_row(
@@ -222,9 +232,11 @@ class ReferenceSampler:
         prefix: list[int],
         position: int,
         sampled: ReferenceSampled,
+        mask: list[int] | None = None,
     ) -> None:
         params = state.params
         values = processed(logits, params, state.prompt, state.output + prefix, state.stop_ids)
+        values = masked(values, mask)
         token = draw(values, params, state.seed, position)
         wanted = params.logprobs is not None and token >= 0
         sampled.token_ids.append(token)
@@ -236,13 +248,15 @@ class ReferenceSampler:
 
 @dataclass
 class Expected:
-    """What a request must get. `texts[k]` is what may be shown after k tokens."""
+    """What a request must get. `texts[k]` is what may be shown after k tokens; `error_text` all that is when
+    it ends with an error, which leaves nothing held back."""
 
     token_ids: list[int]
     texts: list[str]
     logprobs: list[TokenLogprobs]
     finish_reason: FinishReason
     stop_reason: int | str | None
+    error_text: str = ""
 
 
 def plain_decode(prompt: Sequence[int], params: SamplingParams, seed: int, max_model_len: int) -> Expected:
@@ -257,9 +271,16 @@ def plain_decode(prompt: Sequence[int], params: SamplingParams, seed: int, max_m
     while True:
         logits = hash_logits(state)
         position = len(prompt) + len(output)
-        token = draw(processed(logits, params, prompt, output, stop_ids), params, seed, position)
+        values = processed(logits, params, prompt, output, stop_ids)
+        if params.grammar is not None:
+            text = b"".join(VOCABULARY.token_bytes[token] for token in output)
+            allowed = automaton_of(params.grammar).allowed(text, VOCABULARY)
+            allowed -= {EOS} if params.ignore_eos else set()
+            values = [value if token in allowed else -math.inf for token, value in enumerate(values)]
+        token = draw(values, params, seed, position)
         if token < 0:
             expected.finish_reason = FinishReason.ERROR
+            expected.error_text = b"".join(_pieces(output, params)).decode(errors="replace")
             return expected
         expected.logprobs.append(raw_logprobs(logits, token, params.logprobs or 0))
         output.append(token)
@@ -270,14 +291,18 @@ def plain_decode(prompt: Sequence[int], params: SamplingParams, seed: int, max_m
             return expected
 
 
+def _pieces(output: list[int], params: SamplingParams) -> list[bytes]:
+    return [
+        b"" if token == EOS and params.skip_special_tokens else VOCABULARY.token_bytes[token]
+        for token in output
+    ]
+
+
 def _read(
     output: list[int], params: SamplingParams, stop_ids: set[int], limit: int, expected: Expected
 ) -> tuple[bool, str]:
     """Whether these tokens end a request, and what may be shown of them."""
-    pieces = [
-        b"" if token == EOS and params.skip_special_tokens else VOCABULARY.token_bytes[token]
-        for token in output
-    ]
+    pieces = _pieces(output, params)
     whole, last = b"".join(pieces), output[-1]
     if last in stop_ids and len(output) > params.min_tokens:
         expected.finish_reason = FinishReason.STOP
@@ -291,6 +316,9 @@ def _read(
                     expected.finish_reason, expected.stop_reason = FinishReason.STOP, stop
                     cut = end if params.include_stop_str_in_output else end - len(stop.encode())
                     return True, whole[:cut].decode(errors="replace")
+    if params.grammar is not None and automaton_of(params.grammar).is_over(whole):
+        expected.finish_reason = FinishReason.STOP
+        return True, whole.decode(errors="replace")
     if len(output) >= limit:
         return True, whole.decode(errors="replace")
     held = max(

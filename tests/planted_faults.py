@@ -16,7 +16,8 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import planted_tree_faults  # noqa: F401 (its faults are on the list once it is imported)
+import planted_grammar_faults  # noqa: F401 (its faults are on the list once it is imported)
+import planted_tree_faults  # noqa: F401 (likewise)
 import pytest
 import test_kv_cache
 from fakes import ReferenceSampled, ReferenceSampler, ReferenceState

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from fakes import Expected, plain_decode
+from grammar_oracle import random_grammar
 from hypothesis import strategies as st
 
 from outrider.request import AddRequest, SamplingParams, SpeculationParams
@@ -53,6 +54,7 @@ def random_params(rng: random.Random) -> SamplingParams:
         skip_special_tokens=rng.random() < 0.5,
         seed=rng.getrandbits(64),
         logprobs=some(None, 0, 1, 4),
+        grammar=random_grammar(rng) if rng.random() < 1 / 3 else None,
         speculation=some(
             None, SpeculationParams(method="off"), SpeculationParams(max_draft_tokens=rng.randrange(4))
         ),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from fakes import VOCABULARY, FailingAllocator, HashModel, ReferenceSampler, ScriptedProposer
+from grammar_oracle import grammars_of
 from hypothesis import Phase, given, settings
 from strategies import MAX_MODEL_LEN, Arrival, Traffic, random_traffic, small_traffic, traffic
 
@@ -47,6 +48,7 @@ def build_engine(
         ),
         vocabulary=VOCABULARY,
         max_model_len=MAX_MODEL_LEN,
+        grammars=grammars_of(VOCABULARY),
     )
 
 
@@ -113,7 +115,9 @@ def check_stream(arrival: Arrival, stream: list[RequestOutput]) -> None:
         assert event.seed == params.seed
         if event.token_ids:
             assert event.logprobs == (None if params.logprobs is None else expected.logprobs[start:end])
-        if event.finish_reason is not FinishReason.ABORT:
+        if event.finish_reason is FinishReason.ERROR:
+            assert text == expected.error_text
+        elif event.finish_reason is not FinishReason.ABORT:
             assert text == expected.texts[end]
     last = stream[-1]
     if last.finish_reason is FinishReason.ABORT:

@@ -11,7 +11,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
 from typing import NamedTuple
 
 from outrider.engine.state import Request
@@ -45,6 +45,7 @@ class Grammars:
         most_kept_bytes: int = _MOST_KEPT_BYTES,
         patience_s: float = _PATIENCE_S,
         clock: Callable[[], float] = time.monotonic,
+        executor: Executor | None = None,
     ) -> None:
         """Without a compiler there are none, and requests that want one are refused."""
         self._compiler = compiler
@@ -52,7 +53,7 @@ class Grammars:
         self._most_kept_bytes = most_kept_bytes
         self._patience_s = patience_s
         self._clock = clock
-        self._threads: ThreadPoolExecutor | None = None
+        self._threads = executor
         self._kept: OrderedDict[GrammarSpec, Grammar] = OrderedDict()
         self._compiling: dict[GrammarSpec, Future[Grammar]] = {}
         self._waiting: dict[str, tuple[Request, float]] = {}  # by id; and until when
