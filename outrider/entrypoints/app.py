@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import logging
 import time
@@ -32,7 +33,7 @@ from outrider.entrypoints.protocol import (
     WireModel,
     parse,
 )
-from outrider.entrypoints.responses import Answer, Wanted
+from outrider.entrypoints.responses import Answer, Wanted, wanted_of
 from outrider.entrypoints.speculation_view import speculation_view
 
 logger = logging.getLogger(__name__)
@@ -92,16 +93,14 @@ def _add_generation_routes(app: FastAPI, state: ServerState) -> None:
         """Answer a conversation."""
         body = await _parsed(state, request, ChatCompletionRequest)
         prepared = await state.parts()[1].chat(body)
-        wanted = _wanted(request, body, logprobs=body.logprobs or False, top=body.top_logprobs or 0)
-        return await _generate(state, request, body, prepared, wanted)
+        return await _generate(state, request, body, prepared, _wanted(request, body))
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         """Continue one or several texts."""
         body = await _parsed(state, request, CompletionRequest)
         prepared = await state.parts()[1].completion(body)
-        wanted = _wanted(request, body, logprobs=body.logprobs is not None, top=body.logprobs or 0)
-        return await _generate(state, request, body, prepared, wanted)
+        return await _generate(state, request, body, prepared, _wanted(request, body))
 
     @app.post("/v1/abort_requests")
     async def abort_requests(request: Request) -> Response:
@@ -192,19 +191,16 @@ def _add_state_routes(app: FastAPI, state: ServerState) -> None:
         return json_response({"version": __version__})
 
 
-def _wanted(request: Request, body: GenerationRequest, *, logprobs: bool, top: int) -> Wanted:
+def _wanted(request: Request, body: GenerationRequest) -> Wanted:
+    """What the fields and the X-Outrider-* headers of a request ask for."""
     header = request.headers.get("x-outrider-speculation", "").lower()
     if header not in ("", "0", "1", "detailed"):
         raise bad_request(f"header X-Outrider-Speculation must be 0, 1 or detailed, got {header!r}")
-    asked = body.return_speculation or header in ("1", "detailed")
-    return Wanted(
-        chat=isinstance(body, ChatCompletionRequest),
-        logprobs=logprobs,
-        num_logprobs=top,
-        token_ids=bool(body.return_token_ids),
-        usage=body.include_usage,
-        speculation=bool(asked),
-        sources="detailed" in (body.return_speculation, header),
+    wanted = wanted_of(body)
+    return dataclasses.replace(
+        wanted,
+        speculation=wanted.speculation or header in ("1", "detailed"),
+        sources=wanted.sources or header == "detailed",
         received=request.state.received if request.headers.get("x-outrider-timing") == "1" else None,
     )
 

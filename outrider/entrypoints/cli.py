@@ -11,11 +11,13 @@ from outrider import __version__
 COMMANDS = {
     "serve": "serve a model over the OpenAI API",
     "chat": "chat in the terminal; tokens that came from drafts are coloured",
+    "run-batch": "answer a file of requests in OpenAI's batch format; resumes where it stopped",
     "generate": "answer a prompt, or every line of a JSONL file",
     "verify": "prove on this machine that speculation changes no token",
     "doctor": "say what works on this machine, what does not, and what to do",
     "bench": "run a benchmark: serving, kernels, engine or peers",
     "pull": "get a model: built-in name, hub id or path",
+    "train-mtp": "train a draft head for a model on what it writes itself",
 }
 
 
@@ -59,7 +61,7 @@ def run(command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> in
 def _command(name: str) -> Callable[[Sequence[str]], int]:
     import importlib
 
-    module = "api_server" if name == "serve" else name
+    module = "api_server" if name == "serve" else name.replace("-", "_")
     function: Callable[[Sequence[str]], int] = importlib.import_module(f"outrider.entrypoints.{module}").main
     return function
 

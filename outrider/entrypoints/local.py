@@ -7,7 +7,7 @@ import itertools
 import logging
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from outrider.config import Configuration, read_chat_template
@@ -36,7 +36,10 @@ class LocalEngine:
             config.model_name, self._engine.max_model_len, len(self._engine.vocabulary), server.max_n,
             server.max_logprobs,
         )  # fmt: skip
-        self._preparer = Preparer(checkpoint.tokenizer, limits, config.seed)
+        self.preparer = Preparer(
+            checkpoint.tokenizer, limits, config.seed,
+            tool_call_parser=server.tool_call_parser, reasoning_parser=server.reasoning_parser,
+        )  # fmt: skip
         self._ids = itertools.count()
 
     def prepare(self, request: ChatCompletionRequest | CompletionRequest) -> Prepared:
@@ -45,8 +48,8 @@ class LocalEngine:
             raise ValueError("stream has a meaning only for a server; remove it")
         try:
             if isinstance(request, ChatCompletionRequest):
-                return asyncio.run(self._preparer.chat(request))
-            return asyncio.run(self._preparer.completion(request))
+                return asyncio.run(self.preparer.chat(request))
+            return asyncio.run(self.preparer.completion(request))
         except ApiError as error:
             raise ValueError(error.message) from None
 
@@ -55,29 +58,43 @@ class LocalEngine:
         return self._engine.stats()
 
     def run(
-        self, prepared: Sequence[Prepared], cache_salt: str = ""
+        self, prepared: Iterable[Prepared], cache_salt: str = "", window: int | None = None
     ) -> Iterator[tuple[int, int, RequestOutput]]:
         """Increments as (request, sequence of it, output) until all ended; leaving early cancels the rest.
 
-        Cached prefixes and past outputs are shared within a salt only.
+        Cached prefixes and past outputs are shared within a salt only. With `window`, requests are taken from
+        `prepared` only while fewer sequences than that are open.
         """
-        engine = self._engine
-        places: dict[str, tuple[int, int]] = {}
+        engine, requests = self._engine, enumerate(prepared)
+        places: dict[str, tuple[int, int]] = {}  # of open sequences
+        is_more = True
         try:
-            for index, request in enumerate(prepared):
-                for sequence, params in enumerate(request.params):
-                    request_id = str(next(self._ids))
-                    places[request_id] = (index, sequence)
-                    prompt = request.prompts[sequence // request.n]
-                    engine.add_request(
-                        AddRequest(request_id, prompt, params, time.monotonic(), 0, cache_salt)
-                    )
-            while engine.has_work:
+            while True:
+                while is_more and (window is None or len(places) < window):
+                    following = next(requests, None)
+                    if following is None:
+                        is_more = False
+                    else:
+                        self._add(*following, places, cache_salt)
+                if not engine.has_work:
+                    return
                 for output in engine.step():
-                    yield (*places[output.request_id], output)
+                    place = places[output.request_id]
+                    if output.finish_reason is not None:
+                        del places[output.request_id]
+                    yield (*place, output)
         finally:
             if places:
                 engine.cancel(list(places))
+
+    def _add(
+        self, index: int, request: Prepared, places: dict[str, tuple[int, int]], cache_salt: str
+    ) -> None:
+        for sequence, params in enumerate(request.params):
+            request_id = str(next(self._ids))
+            places[request_id] = (index, sequence)
+            prompt = request.prompts[sequence // request.n]
+            self._engine.add_request(AddRequest(request_id, prompt, params, time.monotonic(), 0, cache_salt))
 
 
 def add_sampling_flags(parser: Any, **defaults: Any) -> None:

@@ -18,6 +18,7 @@ import msgspec
 from outrider.entrypoints.answer_parts import offered_tools, parsing_for
 from outrider.entrypoints.conversation import check_tools, render, template_has_tools, template_text
 from outrider.entrypoints.errors import ApiError, bad_request
+from outrider.entrypoints.infill import infill_marks, infilled
 from outrider.entrypoints.parsers.choose import choose_formats
 from outrider.entrypoints.parsers.message import Parsing
 from outrider.entrypoints.protocol import (
@@ -87,6 +88,7 @@ class Preparer:
         table = tokenizer.token_bytes()
         self.token_bytes = table + [b""] * (limits.vocab_size - len(table))
         self._max_token_bytes = max(map(len, self.token_bytes), default=1) or 1
+        self._infill_marks = infill_marks(self.token_bytes)
         self._seeds = random.Random(seed)
 
     async def chat(self, request: ChatCompletionRequest) -> Prepared:
@@ -113,7 +115,7 @@ class Preparer:
 
     async def completion(self, request: CompletionRequest) -> Prepared:
         """A completion request: one or several prompts, as text or ids."""
-        prompts, texts = await self._prompts(request)
+        prompts, texts = await self._prompts(infilled(request, self._infill_marks))
         if request.echo and request.logprobs is not None:
             raise bad_request(
                 "echo together with logprobs is not supported by this version of Outrider", "echo"

@@ -23,7 +23,6 @@ MAX_STOP_LENGTH = 1024
 UNSERVED: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("none",),
-    "suffix": ("",),
     "structural_tag": (),
     "prompt_logprobs": (),
     "best_of": (1,),
@@ -158,6 +157,7 @@ class CompletionRequest(GenerationRequest):
     prompt: str | list[str] | list[TokenId] | list[list[TokenId]] | None = None
     logprobs: Annotated[int, Field(ge=0)] | None = None
     echo: bool | None = None
+    suffix: str | None = None
     add_special_tokens: bool | None = None
 
 

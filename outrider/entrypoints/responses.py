@@ -16,6 +16,7 @@ import msgspec
 
 from outrider.entrypoints.chat_message import ChatMessage, delta_fields, message_fields
 from outrider.entrypoints.parsers.message import Delta, Parsing
+from outrider.entrypoints.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from outrider.request import FinishReason, RequestOutput, SpeculationStats, TokenLogprobs
 
 encode = msgspec.json.Encoder().encode
@@ -36,6 +37,7 @@ class Choice:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     speculation: SpeculationStats | None = None
+    error: str | None = None
 
     def add(self, output: RequestOutput) -> None:
         self.text.append(output.text)
@@ -67,6 +69,25 @@ class Wanted:
     speculation: bool = False
     sources: bool = False  # the source and the text of every token
     received: float | None = None  # perf_counter() at receipt: chunks then tell seconds since, `arrival_time`
+
+
+def wanted_of(request: GenerationRequest) -> Wanted:
+    """What the fields of a request ask for."""
+    is_chat = isinstance(request, ChatCompletionRequest)
+    alternatives: int | None = None
+    if isinstance(request, ChatCompletionRequest):
+        alternatives = (request.top_logprobs or 0) if request.logprobs else None
+    elif isinstance(request, CompletionRequest):
+        alternatives = request.logprobs
+    return Wanted(
+        chat=is_chat,
+        logprobs=alternatives is not None,
+        num_logprobs=alternatives or 0,
+        token_ids=bool(request.return_token_ids),
+        usage=request.include_usage,
+        speculation=bool(request.return_speculation),
+        sources=request.return_speculation == "detailed",
+    )
 
 
 class Answer:

@@ -11,13 +11,14 @@ from outrider.request import GrammarSpec
 
 # As Python writes JSON: nothing is left open, so what must come is a free draft.
 _STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "lenient": False}
+MOST_CALLS = 16  # in one answer: a small model may not know when to stop
 _NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 def calls_grammar(tools: Sequence[Tool], *, parallel: bool) -> GrammarSpec:
     """One call of one of `tools`, or with `parallel` several."""
     begin, end = json.dumps("<tool_call>\n"), json.dumps("\n</tool_call>")
-    more = f" ({json.dumps(chr(10))} one)*" if parallel else ""
+    more = f" ({json.dumps(chr(10))} one){{0,{MOST_CALLS - 1}}}" if parallel else ""
     rules = [f"start: one{more}", f"one: {begin} call {end}"]
     rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(tools))))
     for i, tool in enumerate(tools):
