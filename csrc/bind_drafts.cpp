@@ -9,10 +9,12 @@
 namespace nb = nanobind;
 using namespace outrider;
 
-void bind_suffix(nb::module_& m);  // suffix trees
+void bind_suffix(nb::module_& m);   // suffix trees
+void bind_phrases(nb::module_& m);  // the table of frequent phrases
 
 void bind_drafts(nb::module_& m) {
   bind_suffix(m);
+  bind_phrases(m);
   nb::class_<NgramIndex>(m, "NgramIndex", "Where the last n tokens of a growing text occurred before.")
       .def(nb::init<int, int>(), nb::arg("min_n"), nb::arg("max_n"))
       .def("append", [](NgramIndex& self, const std::vector<int32_t>& token_ids) {

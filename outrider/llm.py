@@ -77,6 +77,7 @@ class LLM:
 
     def close(self) -> None:
         """Let go of the model's memory. The object cannot be used afterwards."""
+        self.engine.close()
         del self.engine
 
     def generate(

@@ -133,6 +133,7 @@ def main(address: str) -> int:
         )
         doing = "go on"
         CoreProcess(engine, socket).run()
+        engine.close()
         return 0
     except Exception as error:
         if doing == "go on" or not isinstance(error, (ValueError, OSError, ImportError, MemoryError)):

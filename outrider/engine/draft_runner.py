@@ -198,4 +198,14 @@ def _batch(work: list[_Work], block_size: int) -> Batch:
         if one.steps > 0:
             logits.append(len(token_ids) - 1)
     arrays = [np.array(part, np.int32) for part in (token_ids, positions, slots, loc, seq_lens, logits)]
-    return Batch(*arrays[:5], tables, arrays[5], _NOTHING, _NO_SAMPLING)
+    return Batch(
+        token_ids=arrays[0],
+        positions=arrays[1],
+        slot_mapping=arrays[2],
+        query_start_loc=arrays[3],
+        seq_lens=arrays[4],
+        block_tables=tables,
+        logits_indices=arrays[5],
+        parents=_NOTHING,
+        sampling=_NO_SAMPLING,
+    )

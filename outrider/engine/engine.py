@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from outrider.engine.admission import check_request
-from outrider.engine.batch import SamplingBatch, build_batch, moves_of
+from outrider.engine.batch import SamplingBatch, build_batch, moves_of, scored_rows
 from outrider.engine.drafting import Drafting
 from outrider.engine.grammars import Grammars
 from outrider.engine.metrics import EngineMetrics
@@ -21,6 +21,7 @@ from outrider.engine.runner import Runner
 from outrider.engine.scheduler import Plan, Scheduler
 from outrider.engine.state import Request
 from outrider.request import AddRequest, FinishReason, RequestOutput, SamplingParams, TokenLogprobs
+from outrider.sampling.prompt_scores import score_tokens
 from outrider.sampling.verifier import Walk, walk_by_policy
 
 _SEED_BITS = 53  # so that a drawn seed survives JSON
@@ -133,7 +134,10 @@ class Engine:
             return refused
         batch = build_batch(plan, self.scheduler.kv_cache.block_size)
         output = self.runner.run(batch)
-        sampled = self.sampler.sample(output.logits, batch.sampling)
+        num_drawn = len(batch.sampling.row_state)
+        sampled = self.sampler.sample(output.logits[:num_drawn], batch.sampling)
+        if num_drawn < len(batch.logits_indices):
+            _score_prompts(plan, output.logits[num_drawn:])
         walks = verify_plan(plan, sampled.token_ids, self._accept_policy)
         if (moves := moves_of(plan, walks, self.scheduler.kv_cache.block_size)) is not None:
             self.runner.move_slots(*moves)
@@ -165,6 +169,12 @@ class Engine:
             refused.append(refusal(request))
         return refused
 
+    def close(self) -> None:
+        """The end: what should outlive the engine is kept. Unfinished requests are not."""
+        close = getattr(self.drafting.proposer, "close", None)
+        if close is not None:
+            close()
+
     def stats(self) -> dict[str, Any]:
         """Counters since the start and gauges of now, as plain values."""
         kv_cache = self.scheduler.kv_cache
@@ -182,6 +192,16 @@ class Engine:
             "speculation": self.drafting.stats(),
             "grammars": self.grammars.stats(),
         }
+
+
+def _score_prompts(plan: Plan, logits: Any) -> None:
+    """Note the log-probabilities of prompt tokens, for requests that ask for them."""
+    rows = [(request, position) for _, request, position in scored_rows(plan)]
+    following = [request.token_ids[position + 1] for request, position in rows]
+    scores = score_tokens(logits, following, [request.params.prompt_logprobs or 0 for request, _ in rows])
+    for (request, position), score in zip(rows, scores, strict=True):
+        if request.prompt_scores is not None:
+            request.prompt_scores[position] = score
 
 
 def verify_plan(plan: Plan, sampled: Sequence[int], accept_policy: str = "normal") -> list[Walk | None]:

@@ -76,8 +76,9 @@ class Plan:
         *,
         append: Append | None = None,
         branches: bool = False,
+        most_nodes: int = 256,
     ) -> None:
-        """`branches`: several drafts may become a tree, instead of the best of them."""
+        """`branches`: several drafts may become a tree of `most_nodes`, instead of the best of them."""
         self.free = free
         self.model = model
         self.choose_model_steps: ChooseModelSteps | None = None  # the controller's, when there is one
@@ -85,6 +86,7 @@ class Plan:
         self.needs_hidden = model is not None and model[1].needs_hidden
         self._append = append
         self._branches = branches
+        self._most_nodes = most_nodes
         self._num_errors: dict[str, int] = {}
 
     # --- the three verbs ---
@@ -262,7 +264,7 @@ class Plan:
         if len(proposals) < 2:
             return proposals[0] if proposals else NO_DRAFTS
         proposals.sort(key=expected_tokens, reverse=True)  # stable: of equals the first asked comes first
-        return merge(proposals, limit) if self._branches else proposals[0]
+        return merge(proposals, min(limit, self._most_nodes)) if self._branches else proposals[0]
 
     def _guarded(self, name: str, call: Callable[[], T], otherwise: T) -> T:
         try:
@@ -293,7 +295,8 @@ def make_plan(config: SpeculativeConfig, parts: Parts) -> Plan:
     append = None
     if model is not None and config.mtp_strategy == "with_ngram":
         append = Append("ngram", _ngram(config, limit), model[1].max_model_steps, limit)
-    return Plan(free, model, append=append, branches=branches)
+    most_nodes = config.tree if isinstance(config.tree, int) else limit
+    return Plan(free, model, append=append, branches=branches, most_nodes=most_nodes)
 
 
 def _free_sources(
@@ -310,6 +313,10 @@ def _free_sources(
         free["ngram"] = _ngram(config, limit)
     if config.method in ("suffix", "auto"):
         free["suffix"] = _suffix(config, parts, limit, branches)
+    if config.method == "auto" and parts.phrases is not None:
+        phrases = parts.phrases(branches)
+        if phrases is not None:
+            free["phrases"] = phrases
     return free
 
 
@@ -327,6 +334,9 @@ def _ngram(config: SpeculativeConfig, limit: int) -> FreeSource:
 def _suffix(config: SpeculativeConfig, parts: Parts, limit: int, branches: bool) -> FreeSource:
     from outrider.spec_decode.suffix import SuffixProposer
 
+    store = None
+    if config.draft_memory_file is not None and parts.memory_file is not None:
+        store = parts.memory_file(config.draft_memory_file)
     return SuffixProposer(
         max_depth=config.suffix_decoding_max_tree_depth,
         max_cached_requests=config.suffix_decoding_max_cached_requests,
@@ -335,4 +345,5 @@ def _suffix(config: SpeculativeConfig, parts: Parts, limit: int, branches: bool)
         max_draft_tokens=limit,
         draft_memory=config.draft_memory,
         branches=branches,
+        store=store,
     )

@@ -174,6 +174,16 @@ class FreeSource(Proposer, Protocol):
         """A draft for the request's text as if it had gone on with `after`."""
 
 
+class MemoryStore(Protocol):
+    """Where past outputs survive the process."""
+
+    def load(self) -> list[tuple[bytes, list[int]]]:
+        """(tenant, token ids) of all outputs, oldest first."""
+
+    def save(self, texts: Sequence[tuple[bytes, list[int]]]) -> None:
+        """Keep these instead. OSError if that cannot be."""
+
+
 class DraftLimit(NamedTuple):
     """What a request may get: nothing, or up to `max_tokens` of drafts."""
 
@@ -205,8 +215,9 @@ class Parts:
 
     mtp: Callable[[], Proposer] | None = None  # there is a head
     draft_model: Callable[[], Proposer] | None = None
+    phrases: Callable[[bool], FreeSource | None] | None = None  # of whether drafts may branch
+    memory_file: Callable[[str], MemoryStore] | None = None  # opens the file of past outputs
     branches: bool = False  # whether trees are verified as trees
-    vocabulary_name: str = ""  # tells whose token ids a file of past outputs holds
 
 
 def make_proposer(config: SpeculativeConfig, parts: Parts | None = None) -> Proposer:

@@ -9,9 +9,12 @@ is drafted. What a tenant wrote is never looked up for another.
 from __future__ import annotations
 
 import hashlib
+import logging
+import math
+import time
 from collections import OrderedDict, deque
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import outrider._native as _native
 from outrider.spec_decode.merge import merge
@@ -19,27 +22,24 @@ from outrider.spec_decode.proposer import (
     MOST_DRAFT_TOKENS,
     NO_DRAFTS,
     Drafts,
+    MemoryStore,
     RequestView,
     ResultView,
     wants_source,
 )
 
+logger = logging.getLogger(__name__)
+
 SOURCE = "suffix"
 # A token seen c of n times after m tokens survives with (c + WEIGHT * PRIOR[m]) / (n + WEIGHT). Fitted to
 # recorded answers of the built-in model.
 WEIGHT = 1.0
-PRIOR = (0.3, 0.35, 0.5, 0.65, 0.75, 0.8, 0.85, 0.88, 0.9, 0.92, 0.93, 0.94, 0.95, 0.95, 0.96, 0.96, 0.97)
+PRIOR = tuple(1.0 - 0.75 * math.exp(-length / 8.0) for length in range(33))
 MOST_MEMORY = 128 * 2**20  # bytes of past outputs, all tenants together
+SAVE_EVERY_S = 300.0  # while outputs come in
 _MOST_RESUMED = 256  # preempted requests whose outputs are not counted twice
 
 Tokens = list[int]
-
-
-class MemoryStore(Protocol):
-    """Where past outputs survive the process (`memory_file`)."""
-
-    def load(self) -> list[tuple[bytes, Tokens]]: ...
-    def save(self, texts: Sequence[tuple[bytes, Tokens]]) -> None: ...
 
 
 class _Tracked:
@@ -138,6 +138,7 @@ class SuffixProposer:
         self._resumed: OrderedDict[str, int] = OrderedDict()
         self._memories = Memories(self._max_depth, max_cached_requests, max_memory_bytes)
         self._store = store
+        self._saved_at = time.monotonic()
         self._num_lookups = self._num_matches = self._num_from_memory = 0
         if store is not None:
             for key, token_ids in store.load():
@@ -202,11 +203,18 @@ class SuffixProposer:
         self._resumed[request_id] = len(tracked.tree) + len(tracked.late)
         if len(self._resumed) > _MOST_RESUMED:
             self._resumed.popitem(last=False)
+        if time.monotonic() - self._saved_at > SAVE_EVERY_S:
+            self.close()
 
     def close(self) -> None:
-        """Keep what is remembered, if there is a place for it."""
-        if self._store is not None:
+        """Keep what is remembered, if there is a place for it. It may go on afterwards."""
+        if self._store is None:
+            return
+        self._saved_at = time.monotonic()
+        try:
             self._store.save(self._memories.texts())
+        except OSError as error:
+            logger.warning("past outputs cannot be saved: %s", error)
 
     def stats(self) -> dict[str, Any]:
         return {
