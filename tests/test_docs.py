@@ -18,6 +18,7 @@ SOURCES = sorted((ROOT / "outrider").rglob("*.py"))
 LAYERS = [
     ["entrypoints"],
     ["verification"],
+    ["training"],
     ["llm"],
     ["engine"],
     ["spec_decode", "sampling", "models"],

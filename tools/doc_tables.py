@@ -26,6 +26,7 @@ FOLDERS = [
     ("outrider/engine", "*.py"),
     ("outrider/sampling", "*.py"),
     ("outrider/spec_decode", "*.py"),
+    ("outrider/training", "*.py"),
     ("outrider/models", "*.py"),
     ("outrider/backends", "*.py"),
     ("csrc", "*.cpp"),

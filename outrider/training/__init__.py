@@ -1,0 +1,1 @@
+"""Training draft heads: data that the target itself writes, and the trainer (needs torch)."""
