@@ -47,17 +47,18 @@ nb::tuple draft(DraftHead& self, Ints token_ids, Ints query_start_loc, Ints star
   int max_steps = 1;
   for (const DraftRequest& request : requests) max_steps = std::max(max_steps, request.steps);
   require(max_steps <= 1024, "too many steps");
-  const size_t shape[2] = {requests.size(), size_t(max_steps)};
-  auto* drafted = new std::vector<int32_t>(shape[0] * shape[1]);
+  const size_t shape[3] = {2, requests.size(), size_t(max_steps)}, size = requests.size() * size_t(max_steps);
+  auto* drafted = new std::vector<int32_t>(2 * size);
   nb::capsule owner_of_ids(drafted, [](void* p) noexcept { delete static_cast<std::vector<int32_t>*>(p); });
-  auto* probabilities = new std::vector<float>(shape[0] * shape[1]);
+  auto* probabilities = new std::vector<float>(2 * size);
   nb::capsule owner(probabilities, [](void* p) noexcept { delete static_cast<std::vector<float>*>(p); });
   {
     WithoutGil without;
-    self.draft(requests, int64_t(block_tables.shape(1)), max_steps, drafted->data(), probabilities->data());
+    self.draft(requests, int64_t(block_tables.shape(1)), max_steps,
+               {drafted->data(), probabilities->data(), drafted->data() + size, probabilities->data() + size});
   }
-  return nb::make_tuple(nb::ndarray<nb::numpy, int32_t>(drafted->data(), 2, shape, owner_of_ids),
-                        nb::ndarray<nb::numpy, float>(probabilities->data(), 2, shape, owner));
+  return nb::make_tuple(nb::ndarray<nb::numpy, int32_t>(drafted->data(), 3, shape, owner_of_ids),
+                        nb::ndarray<nb::numpy, float>(probabilities->data(), 3, shape, owner));
 }
 
 }  // namespace
@@ -81,7 +82,8 @@ void bind_draft_head(nb::module_& m) {
            "from_slots"_a.noconvert(), "to_slots"_a.noconvert(), "As the target's cache was moved, in this order.")
       .def("draft", &draft, "token_ids"_a.noconvert(), "query_start_loc"_a.noconvert(), "starts"_a.noconvert(),
            "block_tables"_a.noconvert(), "steps"_a.noconvert(), "states"_a,
-           "Feed the requests and draft: (token ids, probabilities), [requests, most steps], -1 after the end.")
+           "Feed the requests and draft: (token ids, probabilities), [2, requests, most steps], -1 after the end. [0] is "
+           "drafted, [1] the second choice at each place.")
       .def("count_fed",
            [](const DraftHead& self, Ints block_table, int64_t num_blocks) {
              return self.count_fed(block_table.data(), std::min(num_blocks, int64_t(block_table.size())));
@@ -97,10 +99,11 @@ void bind_draft_head(nb::module_& m) {
           require(int64_t(logits.size()) == vocabulary.size(), "logits must be those of the vocabulary");
           require(state.largest_id() < vocabulary.vocab_size(), "token ids must be below the vocabulary size");
           for (int32_t id : prefix) require(id >= 0 && id < vocabulary.vocab_size(), "prefix must hold token ids");
-          const DraftToken token =
+          const Draft draft =
               draft_row(logits.data(), vocabulary, state, {prefix.data(), int64_t(prefix.size())}, position);
-          return nb::make_tuple(token.id, token.probability);
+          return nb::make_tuple(draft.first.id, draft.first.probability, draft.second.id, draft.second.probability);
         },
         "logits"_a.noconvert(), "vocabulary"_a, "state"_a, "prefix"_a, "position"_a,
-        "(token id, probability) that a drafter draws from logits of its vocabulary, with the sampler's noise.");
+        "(token id, probability) that a drafter draws from logits of its vocabulary with the sampler's noise, and the "
+        "same of its second choice.");
 }

@@ -159,10 +159,14 @@ void DraftHead::run(Step& step) {
   program_->run(in);
 }
 
-void DraftHead::draft(const std::vector<DraftRequest>& requests, int64_t max_blocks, int max_steps, int32_t* token_ids,
-                      float* probabilities) {
-  std::fill_n(token_ids, requests.size() * static_cast<size_t>(max_steps), -1);
-  std::fill_n(probabilities, requests.size() * static_cast<size_t>(max_steps), 0.0f);
+void DraftHead::draft(const std::vector<DraftRequest>& requests, int64_t max_blocks, int max_steps,
+                      const DraftResults& results) {
+  int32_t* const token_ids = results.token_ids;
+  const size_t size = requests.size() * static_cast<size_t>(max_steps);
+  std::fill_n(token_ids, size, -1);
+  std::fill_n(results.second_ids, size, -1);
+  std::fill_n(results.probabilities, size, 0.0f);
+  std::fill_n(results.second_probabilities, size, 0.0f);
   if (requests.empty()) return;
   check(requests, max_blocks, max_steps);
   Step step, next;
@@ -181,11 +185,12 @@ void DraftHead::draft(const std::vector<DraftRequest>& requests, int64_t max_blo
       for (int64_t row = begin; row < end; ++row) {
         const int64_t i = step.drafting[static_cast<size_t>(row)];
         const DraftRequest& request = requests[static_cast<size_t>(i)];
-        const DraftToken token =
+        const Draft draft =
             draft_row(logits + row * vocabulary_.size(), vocabulary_, *request.state, {token_ids + i * max_steps, depth},
                       request.start + request.num_tokens + depth);
-        token_ids[i * max_steps + depth] = token.id;
-        probabilities[i * max_steps + depth] = token.probability;
+        const int64_t at = i * max_steps + depth;
+        token_ids[at] = draft.first.id, results.probabilities[at] = draft.first.probability;
+        results.second_ids[at] = draft.second.id, results.second_probabilities[at] = draft.second.probability;
       }
     };
     const int64_t rows = static_cast<int64_t>(step.drafting.size());

@@ -24,6 +24,13 @@ struct DraftRequest {
   const SamplerState* state = nullptr;  // needed to draft
 };
 
+struct DraftResults {
+  int32_t* token_ids = nullptr;
+  float* probabilities = nullptr;
+  int32_t* second_ids = nullptr;
+  float* second_probabilities = nullptr;
+};
+
 class DraftHead {
  public:
   // `logits` and `hidden` are buffers of `program`: logits of the vocabulary's ids for the gathered rows, and all
@@ -37,10 +44,10 @@ class DraftHead {
   // The target has moved its keys and values from slot to slot, one after the other.
   void move(const int32_t* from_slots, const int32_t* to_slots, int64_t count);
 
-  // Feeds all requests, then drafts. Row r of the results, `max_steps` wide, belongs to request r; a draft that ended
-  // early goes on with -1. Throws std::invalid_argument, having changed nothing, when something is out of range.
-  void draft(const std::vector<DraftRequest>& requests, int64_t max_blocks, int max_steps, int32_t* token_ids,
-             float* probabilities);
+  // Feeds all requests, then drafts. Row r of each result, `max_steps` wide, belongs to request r: its draft, and
+  // beside each token the one that would have been drawn without it. A draft that ended early goes on with -1.
+  // Throws std::invalid_argument, having changed nothing, when something is out of range.
+  void draft(const std::vector<DraftRequest>& requests, int64_t max_blocks, int max_steps, const DraftResults& results);
 
   // How many of the first `num_blocks` blocks of a table have been fed, before the first that has not.
   int64_t count_fed(const int32_t* block_table, int64_t num_blocks) const;

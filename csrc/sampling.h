@@ -132,14 +132,17 @@ int32_t sample_row(const float* logits, int64_t vocab, const SamplerState& state
                    int64_t position, RowLogprobs* logprobs, TokenMask mask = nullptr);
 
 struct DraftToken {
-  int32_t id = -1;  // -1: the row holds no distribution
+  int32_t id = -1;  // -1: there is none
   float probability = 0;
 };
+struct Draft {
+  DraftToken first, second;  // what is drawn, and what would be drawn without it
+};
 
-// The token that a drafter draws from logits [vocabulary.size()], as sample_row would with the same noise, and its
-// probability among the tokens of the vocabulary at the request's temperature (at 0: at temperature 1). Nothing
-// depends on a draft, so very unlikely tokens may be left out of the draw.
-DraftToken draft_row(const float* logits, const DraftVocabulary& vocabulary, const SamplerState& state,
+// The tokens that a drafter draws from logits [vocabulary.size()], as sample_row would with the same noise, and their
+// probabilities among the tokens of the vocabulary at the request's temperature (at 0: at temperature 1). Nothing
+// depends on a draft, so very unlikely tokens may be left out of the draw. A row without a distribution has neither.
+Draft draft_row(const float* logits, const DraftVocabulary& vocabulary, const SamplerState& state,
                      TokenSpan prefix, int64_t position);
 
 struct SampleBatch {

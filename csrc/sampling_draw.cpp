@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <utility>
 
 #include "isa.h"
 #include "philox.h"
@@ -83,9 +84,10 @@ class Row {
 
   Cut filter(int32_t top_k, double top_p, double min_p);
   int32_t draw(const Cut& cut, uint64_t seed, int64_t position) const;
-  // As `draw`, for columns that stand for the ids of a vocabulary -> a column.
-  int64_t draw_column(const DraftVocabulary& vocabulary, uint64_t total_weight, const Cut& cut, uint64_t seed,
-                      int64_t position) const;
+  // As `draw`, for columns that stand for the ids of a vocabulary -> the best two columns, -1 if there is but one.
+  std::pair<int64_t, int64_t> draw_columns(const DraftVocabulary& vocabulary, uint64_t total_weight, const Cut& cut,
+                                           uint64_t seed, int64_t position) const;
+  int64_t second_best() const;  // after argmax; -1 if it is masked
   uint32_t weight(int64_t column) const;  // as it goes into total_weight; after `scale`
   uint64_t total_weight() const;
   // The first `count` in order, sorted.
@@ -210,7 +212,8 @@ const double* noise_bounds() {
   return bounds.data();
 }
 
-// The best of value + noise so far, of the tokens that a cut keeps.
+// The best of value + noise so far, of the tokens that a cut keeps; or the best two.
+template <bool kTwo = false>
 class Race {
  public:
   Race(const Noise& noise, const Cut& cut) : noise_(noise), cut_(cut), bounds_(noise_bounds()) {}
@@ -222,36 +225,41 @@ class Race {
   }
 
   void enter(float value, int32_t id, uint32_t coarse) {
-    if (!cut_.keeps(value, id) || value + bounds_[coarse] < score_) return;
+    if (!cut_.keeps(value, id) || value + bounds_[coarse] < to_beat()) return;
     const uint32_t fine = noise_.fine(static_cast<uint32_t>(id));
     // At the top, noise <= -log(1 - u), which the leading zeros of 1 - u bound without a logarithm.
-    if (coarse == 255 && fine != 0xFFFFFFFFu && value + (9 + __builtin_clz(~fine)) * 0.6931472 < score_) return;
+    if (coarse == 255 && fine != 0xFFFFFFFFu && value + (9 + __builtin_clz(~fine)) * 0.6931472 < to_beat()) return;
     const double score = value + gumbel_from_bits(coarse, fine);
     if (score > score_ || (score == score_ && id < id_)) {
+      if (kTwo && id != id_) second_score_ = score_, second_id_ = id_;
       score_ = score;
       id_ = id;
+    } else if (kTwo && id != id_ && score > second_score_) {
+      second_score_ = score, second_id_ = id;
     }
   }
 
   int32_t winner() const { return id_; }
+  int32_t second() const { return second_id_; }
   // No token below this can win, unless its coarse byte is 255.
-  float floor() const { return std::max(cut_.value, static_cast<float>(score_ - bounds_[254] - 1e-5)); }
+  float floor() const { return std::max(cut_.value, static_cast<float>(to_beat() - bounds_[254] - 1e-5)); }
   // Nor below this, whatever its noise.
-  float last_floor() const { return std::max(cut_.value, static_cast<float>(score_ - bounds_[255] - 1e-5)); }
+  float last_floor() const { return std::max(cut_.value, static_cast<float>(to_beat() - bounds_[255] - 1e-5)); }
 
  private:
+  double to_beat() const { return kTwo ? second_score_ : score_; }
   const Noise& noise_;
   const Cut& cut_;
   const double* bounds_;
-  double score_ = -std::numeric_limits<double>::infinity();
-  int32_t id_ = -1;
+  double score_ = -std::numeric_limits<double>::infinity(), second_score_ = score_;
+  int32_t id_ = -1, second_id_ = -1;
   uint32_t group_ = 0xFFFFFFFFu;
   PhiloxBlock coarse_ = {};
 };
 
 int32_t Row::draw(const Cut& cut, uint64_t seed, int64_t position) const {
   const Noise noise(seed, position);
-  Race race(noise, cut);
+  Race<> race(noise, cut);
   race.enter(0.0f, argmax());
   // Likely tokens, from the top down in slabs: with each the floor may rise.
   float high = kInfinity, low = 0.0f;
@@ -278,16 +286,16 @@ int32_t Row::draw(const Cut& cut, uint64_t seed, int64_t position) const {
 // Tokens below the likely ones win this seldom at most when their luck is not looked at, in 64ths.
 constexpr uint64_t kTailShare = 64;
 
-int64_t Row::draw_column(const DraftVocabulary& vocabulary, uint64_t total_weight, const Cut& cut, uint64_t seed,
-                         int64_t position) const {
+std::pair<int64_t, int64_t> Row::draw_columns(const DraftVocabulary& vocabulary, uint64_t total_weight,
+                                              const Cut& cut, uint64_t seed, int64_t position) const {
   const int32_t* ids = vocabulary.ids();
   const Noise noise(seed, position);
   const Cut cut_of_ids{cut.value, cut.id == kAnyId ? kAnyId : ids[cut.id]};
-  Race race(noise, cut_of_ids);
+  Race<true> race(noise, cut_of_ids);
   race.enter(0.0f, ids[argmax()]);
   float high = kInfinity, low = 0.0f;
   uint64_t likely = 0;
-  while (race.floor() < high) {
+  while (race.floor() < high && high > kNoWeight) {
     low = std::max(race.floor(), low - kSlab);
     const int64_t count = gather(low, high);
     for (int64_t i = 0; i < count; ++i) race.enter(scratch_.scaled[i], ids[scratch_.ids[i]]);
@@ -306,7 +314,22 @@ int64_t Row::draw_column(const DraftVocabulary& vocabulary, uint64_t total_weigh
       }
     }
   }
-  return vocabulary.column(race.winner());
+  return {vocabulary.column(race.winner()), race.second() < 0 ? -1 : vocabulary.column(race.second())};
+}
+
+int64_t Row::second_best() const {
+  const int64_t own = argmax_ / kBlock * kBlock;
+  int64_t best = -1;
+  const auto look = [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < std::min(end, vocab_); ++i)
+      if (i != argmax_ && logits_[i] > (best < 0 ? -kInfinity : logits_[best])) best = i;
+  };
+  look(own, own + kBlock);
+  int64_t block = -1;
+  for (int64_t b = 0; b < num_blocks_; ++b)
+    if (b * kBlock != own && (block < 0 || scratch_.maxima[b] > scratch_.maxima[block])) block = b;
+  if (block >= 0) look(block * kBlock, (block + 1) * kBlock);
+  return best;
 }
 
 uint32_t Row::weight(int64_t column) const {
@@ -369,8 +392,8 @@ DraftVocabulary::DraftVocabulary(std::vector<int32_t> ids, int64_t vocab_size)
     if (ids_[i] >= 0 && ids_[i] < vocab_size_) columns_[static_cast<size_t>(ids_[i])] = static_cast<int32_t>(i);
 }
 
-DraftToken draft_row(const float* logits, const DraftVocabulary& vocabulary, const SamplerState& state,
-                     TokenSpan prefix, int64_t position) {
+Draft draft_row(const float* logits, const DraftVocabulary& vocabulary, const SamplerState& state,
+                TokenSpan prefix, int64_t position) {
   static thread_local Scratch scratch;
   static const SamplingKernels& kernels = OUTRIDER_SELECT_KERNELS(sampling_kernels);
   const SamplerParams& params = state.params();
@@ -381,13 +404,19 @@ DraftToken draft_row(const float* logits, const DraftVocabulary& vocabulary, con
   if (!row.is_valid()) return {};
   row.scale(is_greedy ? 1.0f : std::min(std::max(1.0f / params.temperature, 1e-30f), 1e30f));
   const uint64_t total = row.total_weight();
-  int64_t column = row.argmax();
-  if (!is_greedy) {
+  std::pair<int64_t, int64_t> columns;
+  if (is_greedy) {
+    columns = {row.argmax(), row.second_best()};
+  } else {
     const Cut cut = row.filter(params.top_k, params.top_p, params.min_p);
-    column = row.draw_column(vocabulary, total, cut, params.seed, position);
+    columns = row.draw_columns(vocabulary, total, cut, params.seed, position);
   }
-  const double share = static_cast<double>(row.weight(column)) / static_cast<double>(std::max<uint64_t>(total, 1));
-  return {vocabulary.ids()[column], static_cast<float>(share)};
+  const auto token = [&](int64_t column) -> DraftToken {
+    if (column < 0) return {};
+    return {vocabulary.ids()[column],
+            static_cast<float>(static_cast<double>(row.weight(column)) / static_cast<double>(total))};
+  };
+  return {token(columns.first), token(columns.second)};
 }
 
 void sample_batch(const SampleBatch& batch, int32_t* token_ids, RowLogprobs* logprobs) {

@@ -157,7 +157,7 @@ class Scratch:
         self.runner.run(step)  # type: ignore[arg-type]
         zero, many = np.zeros(1, np.int32), np.array([steps], np.int32)
         drafted, chances = self.head.draft(ids, loc, zero, self.table, many, [state])
-        return drafted[0].tolist(), np.cumprod(chances[0].astype(float)).tolist()
+        return drafted[0, 0].tolist(), np.cumprod(chances[0, 0].astype(float)).tolist()
 
 
 @pytest.mark.parametrize("pool", TIGHT)

@@ -103,7 +103,7 @@ def feed(head: Any, first: int, end: int, steps: int, state: Any = GREEDY, token
         ints(steps),
         [state],
     )
-    return drafted[0].tolist(), chances[0].tolist()
+    return drafted[0, 0].tolist(), chances[0, 0].tolist()
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -207,12 +207,12 @@ def test_requests_do_not_see_each_other(tmp_path: Path) -> None:
             alone, chance = head.draft(
                 TOKENS[a:b], ints(0, b - a), ints(a), np.array([table], np.int32), ints(steps[i]), [states[i]]
             )
-            width = alone.shape[1]
-            assert alone[0].tolist() == drafted[i, :width].tolist()
-            assert chance[0].tolist() == chances[i, :width].tolist()
+            width = alone.shape[2]
+            assert alone[:, 0].tolist() == drafted[:, i, :width].tolist()
+            assert chance[:, 0].tolist() == chances[:, i, :width].tolist()
     assert batches[0] == batches[1]
-    lengths = [sum(token >= 0 for token in tokens) for tokens in batches[0][0]]
-    assert lengths == steps
+    for choice in batches[0][0]:
+        assert [sum(token >= 0 for token in tokens) for tokens in choice] == steps
 
 
 def test_blocks_are_fed_until_they_begin_anew(tmp_path: Path) -> None:
@@ -276,13 +276,13 @@ def test_drafts_are_drawn_with_the_samplers_noise(temperature: float) -> None:
         logits = (3 * rng.standard_normal(700)).astype(np.float32)
         state = _native.SamplerState(temperature=temperature, top_p=0.95 if i % 2 else 1.0, seed=i)
         drawn, _ = _native.sample(logits[None], [state], ints(0), np.array([i]), ints(0, 0), ints())
-        draft, chance = _native.draft_row(logits, vocabulary, state, [], i)
+        draft, chance, *_ = _native.draft_row(logits, vocabulary, state, [], i)
         agreed += draft == drawn[0]
         assert 0 < chance <= 1
         masked = np.full(700, -np.inf, np.float32)
         masked[::3] = logits[::3]
         drawn, _ = _native.sample(masked[None], [state], ints(0), np.array([i]), ints(0, 0), ints())
-        draft, _ = _native.draft_row(np.ascontiguousarray(logits[::3]), some, state, [], i)
+        draft, *_ = _native.draft_row(np.ascontiguousarray(logits[::3]), some, state, [], i)
         agreed += draft == drawn[0]
     assert agreed >= 594 if temperature else agreed == 600
 
@@ -305,6 +305,28 @@ def test_probabilities_are_those_of_the_temperature() -> None:
     vocabulary = _native.DraftVocabulary([1, 2, 3], 4)
     for temperature in (0.0, 1.0, 0.5):
         state = _native.SamplerState(temperature=temperature, seed=1)
-        token, chance = _native.draft_row(logits, vocabulary, state, [], 0)
+        token, chance, *_ = _native.draft_row(logits, vocabulary, state, [], 0)
         shares = np.exp(logits / (temperature or 1.0))
         assert chance == pytest.approx(shares[token - 1] / shares.sum(), rel=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.5, 1.5])
+def test_the_second_choice_is_what_is_drawn_without_the_first(temperature: float) -> None:
+    rng = np.random.default_rng(0)
+    vocabulary = _native.DraftVocabulary(list(range(0, 700, 2)), 700)
+    agreed = 0
+    for i in range(200):
+        logits = (3 * rng.standard_normal(350)).astype(np.float32)
+        state = _native.SamplerState(temperature=temperature, seed=i)
+        first, _, second, chance = _native.draft_row(logits, vocabulary, state, [], i)
+        shares = np.exp((logits - logits.max()) / (temperature or 1.0))
+        assert chance == pytest.approx(shares[second // 2] / shares.sum(), rel=1e-3, abs=1e-6)
+        logits[first // 2] = -np.inf
+        agreed += second == _native.draft_row(logits, vocabulary, state, [], i)[0]
+    assert agreed >= 196 if temperature else agreed == 200
+    alone = np.array([1.0, -np.inf], np.float32)
+    two = _native.DraftVocabulary([3, 4], 10)
+    state = _native.SamplerState(temperature=temperature, seed=1)
+    assert _native.draft_row(alone, two, state, [], 0)[0] == 3
+    if temperature:  # masked, so it cannot be drawn at all
+        assert _native.draft_row(alone, two, state, [], 0)[2] == -1

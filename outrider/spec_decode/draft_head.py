@@ -48,8 +48,8 @@ class DraftHead(Protocol):
         states: list[Any],
     ) -> tuple[Int32, NDArray[np.float32]]:
         """Feed request i with `token_ids[query_start_loc[i]:query_start_loc[i + 1]]` from position
-        `starts[i]` on, then draft `steps[i]` tokens: (token ids, their probabilities), [requests, most
-        steps], -1 after the end."""
+        `starts[i]` on, then draft `steps[i]` tokens: (token ids, their probabilities), [2, requests, most
+        steps], -1 after the end. [0] is the draft, [1] the second choice at each of its places."""
 
 
 def make_draft_head(
@@ -136,8 +136,8 @@ class SteppedDraftHead:
         counts = np.diff(query_start_loc)
         ends = starts + counts
         most = max(1, int(steps.max(initial=0)))
-        drafted = np.full((len(starts), most), -1, np.int32)
-        probabilities = np.zeros((len(starts), most), np.float32)
+        drafted = np.full((2, len(starts), most), -1, np.int32)
+        probabilities = np.zeros((2, len(starts), most), np.float32)
         positions = np.concatenate([np.arange(*pair) for pair in zip(starts, ends, strict=True)])
         tables = np.repeat(block_tables, counts, axis=0)
         hidden = np.where(
@@ -152,11 +152,13 @@ class SteppedDraftHead:
             self._is_fed[table[start // self._block_size : end // self._block_size]] = True
         for depth in range(most):
             for row, i in enumerate(active):
-                drafted[i, depth], probabilities[i, depth] = _native.draft_row(
+                token, chance, second, its_chance = _native.draft_row(
                     np.ascontiguousarray(logits[row]), self._vocabulary, states[i],
-                    drafted[i, :depth].tolist(), int(ends[i]) + depth,
+                    drafted[0, i, :depth].tolist(), int(ends[i]) + depth,
                 )  # fmt: skip
-            goes_on = (steps[active] > depth + 1) & (drafted[active, depth] >= 0)
+                drafted[:, i, depth] = token, second
+                probabilities[:, i, depth] = chance, its_chance
+            goes_on = (steps[active] > depth + 1) & (drafted[0, active, depth] >= 0)
             active, last = active[goes_on], last[goes_on]
             if not len(active):
                 break
@@ -164,7 +166,7 @@ class SteppedDraftHead:
             tables, positions = block_tables[active], ends[active] + depth
             loc = np.arange(len(active) + 1)
             own, logits = self._run(
-                drafted[active, depth], positions, tables, loc, positions + 1, tables, at, own[last]
+                drafted[0, active, depth], positions, tables, loc, positions + 1, tables, at, own[last]
             )
             last = at
         return drafted, probabilities

@@ -18,9 +18,11 @@ from outrider.spec_decode.draft_head import DraftHead
 from outrider.spec_decode.proposer import NO_DRAFTS, Drafts, RequestView, ResultView
 
 SOURCE = "mtp"
+SECOND = "mtp_second"  # second choices: what the module says of them is worth something else
 CATCH_UP_ROWS = 512  # tokens of requests that are far behind, fed in one round
 MOST_PENDING = 33  # tokens that a step can have added: its drafts and one more
 _LEAST_SURVIVAL = 1e-4
+_LEAST_BRANCH = 0.03  # a second choice that is less likely than this is not worth a look
 
 
 class DraftedRequest(RequestView, Protocol):
@@ -44,35 +46,45 @@ class MTPProposer:
         block_size: int,
         num_model_steps: int,
         look_ahead: Callable[[Any, int], int],
+        branches: bool = False,
     ) -> None:
         """`look_ahead(request, num_tokens)` gives a request slots for so many tokens, if there are any to
-        spare, and says for how many it has slots."""
+        spare, and says for how many it has slots. `branches`: drafts are trees, where the limit leaves room:
+        chains with the module's second choices beside them."""
         self.max_model_steps = num_model_steps
         # Set by whoever decides how many steps are worth their time: (requests, free drafts) -> steps.
         self.choose_model_steps: Callable[[Sequence[RequestView], Sequence[Drafts]], list[int]] | None = None
         self._head = head
         self._block_size = block_size
         self._look_ahead = look_ahead
+        self._branches = branches
         self._fed: dict[str, int] = {}  # request -> tokens that the module has seen
         self._num_calls = 0
         self._num_fed = 0
         self._num_drafted = 0
 
     def propose(self, requests: Sequence[RequestView], limits: Sequence[int]) -> list[Drafts]:
-        """Chains of up to `limits[i]` tokens; none for requests that are still being caught up with."""
+        """Drafts of up to `limits[i]` tokens; none for requests that are still being caught up with."""
+        steps: Sequence[int] = limits
         if self.choose_model_steps is not None:
             chosen = self.choose_model_steps(requests, [NO_DRAFTS] * len(requests))
-            limits = [min(pair) for pair in zip(limits, chosen, strict=True)]
-        work = self._plan(requests, limits)
+            steps = [min(pair) for pair in zip(limits, chosen, strict=True)]
+        work = self._plan(requests, steps)
         drafts = [NO_DRAFTS] * len(requests)
         if not work:
             return drafts
         drafted, probabilities = self._head.draft(*_arrays(work))
-        for one, tokens, chances in zip(work, drafted.tolist(), probabilities.tolist(), strict=True):
+        tokens, chances = drafted.tolist(), probabilities.tolist()
+        for row, one in enumerate(work):
             self._fed[one.request.request_id] = one.start + one.num_tokens
-            if one.steps:
-                drafts[one.index] = _chain(tokens[: one.steps], chances)
-                self._num_drafted += len(drafts[one.index])
+            if not one.steps:
+                continue
+            chain = _chain(tokens[0][row], chances[0][row])
+            room = limits[one.index] - len(chain) if self._branches else 0
+            if room > 0:
+                chain = _with_branches(chain, tokens[1][row], chances[1][row], room)
+            drafts[one.index] = chain
+            self._num_drafted += len(chain)
         self._num_calls += 1
         self._num_fed += sum([one.num_tokens for one in work])
         return drafts
@@ -165,6 +177,24 @@ def _arrays(work: list[_Work]) -> tuple[Any, ...]:
         tables,
         whole[end + 2 * num + 1 :],
         [one.request.sampling_state for one in work],
+    )
+
+
+def _with_branches(chain: Drafts, seconds: list[int], chances: list[float], room: int) -> Drafts:
+    """A chain and up to `room` second choices beside its tokens, the likeliest."""
+    before = (1.0, *chain.survival[:-1])
+    options = [
+        (alive * chance, depth)
+        for depth, (alive, chance) in enumerate(zip(before, chances, strict=False))
+        if seconds[depth] >= 0 and alive * chance > _LEAST_BRANCH
+    ]
+    options.sort(reverse=True)
+    chosen = options[:room]
+    return Drafts(
+        chain.token_ids + tuple([seconds[depth] for _, depth in chosen]),
+        chain.parents + tuple([depth - 1 for _, depth in chosen]),
+        chain.survival + tuple([alive for alive, _ in chosen]),
+        chain.source + (SECOND,) * len(chosen),
     )
 
 
