@@ -169,10 +169,12 @@ def run_controlled(
                 requests[i] = Request(f"{request.request_id}+", request.kind, request.length)
         begin = world.now
         controller.begin_round(len(requests), 0, 0)
-        steps = controller.choose_model_steps(requests, [NO_DRAFTS] * len(requests))
-        proposals = world.run_model(requests, steps)
-        names = [request.request_id for request in requests]
-        drafts = controller.admit(proposals, len(requests), 0, 0, names)
+        asked = [request for request in requests if not controller.rests(request.request_id)]
+        steps = controller.choose_model_steps(asked, [NO_DRAFTS] * len(asked))
+        proposals = world.run_model(asked, steps)
+        names = [request.request_id for request in asked]
+        admitted = dict(zip(names, controller.admit(proposals, len(requests), 0, 0, names), strict=True))
+        drafts = [admitted.get(request.request_id, NO_DRAFTS) for request in requests]
         drafting = world.now - begin
         controller.observe_step(rows, 0, seconds + drafting, drafting)
     return world.num_tokens / world.now

@@ -13,6 +13,7 @@ from speculation_world import (
     HOSTILE,
     Kind,
     Request,
+    Result,
     World,
     best_fixed,
     like_cpu,
@@ -122,6 +123,27 @@ def test_free_drafts_that_do_the_work_keep_the_model_from_running() -> None:
         controller.begin_round(1, 0, 0)
         (steps,) = controller.choose_model_steps(requests_of([CHAT]), [free])
         assert (steps > 0) == is_drafted
+
+
+def test_text_that_nobody_foresees_is_looked_at_less_often_until_somebody_is_right() -> None:
+    controller = World().controller()
+    looks: list[int] = []
+
+    def step(number: int, token: int) -> None:
+        """A free source that always says 7 is asked unless the request rests; then comes `token`."""
+        if not controller.rests("r0"):
+            looks.append(number)
+            controller.begin_round(1, 0, 0)
+            controller.admit([Drafts.chain([7], [0.5], "ngram")], 1, 0, 0, ["r0"])
+        controller.observe([Result("r0", [token])])
+
+    for number in range(400):
+        step(number, 1)
+    assert 40 < len(looks) < 100  # nearly all, a quarter, an eighth
+    looks.clear()
+    for number in range(100):
+        step(number, 7)
+    assert looks[0] < 8 and len(looks) > 92
 
 
 def test_requests_that_come_and_go_leave_nothing_behind() -> None:

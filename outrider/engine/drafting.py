@@ -32,6 +32,7 @@ _CLOSE_STEPS, _SAMPLING = 64, 4
 class DraftController(Protocol):
     """Decides how many of the proposed nodes are worth verifying, and how much drafting is."""
 
+    def rests(self, request_id: str) -> bool: ...
     def begin_round(self, num_requests: int, other_rows: int, context: int) -> None: ...
     def choose_model_steps(
         self, requests: Sequence[RequestView], drafts: Sequence[Drafts]
@@ -57,12 +58,6 @@ class DraftController(Protocol):
         weight: int = 1,
     ) -> None: ...
     def forget(self, request_id: str) -> None: ...
-    def close(self) -> None:
-        """The engine ends: let the proposer keep what it wants to keep."""
-        close = getattr(self.proposer, "close", None)
-        if close is not None:
-            self.health.guarded("close", close)
-
     def stats(self) -> dict[str, Any]: ...
 
 
@@ -122,6 +117,12 @@ class Drafting:
             self.health.guarded("forget", self.proposer.forget, request_id)
             if self.controller is not None:
                 self.controller.forget(request_id)
+
+    def close(self) -> None:
+        """The engine ends: let the proposer keep what it wants to keep."""
+        close = getattr(self.proposer, "close", None)
+        if close is not None:
+            self.health.guarded("close", close)
 
     def stats(self) -> dict[str, Any]:
         """What the proposer and the controller tell about themselves."""
@@ -187,7 +188,11 @@ class Drafting:
             return
         begin = self._clock()
         generating = [request for request in running if request.is_caught_up]
-        limited = [(request, limit) for request in generating if (limit := self._limit(request)) > 0]
+        asked = generating
+        if self.controller is not None:
+            rests = self.controller.rests
+            asked = [request for request in generating if not rests(request.request_id)]
+        limited = [(request, limit) for request in asked if (limit := self._limit(request)) > 0]
         if limited:
             requests, limits = zip(*limited, strict=True)
             self._propose(generating, requests, limits, num_prompt_rows)

@@ -27,13 +27,16 @@ from outrider.spec_decode.proposer import NO_DRAFTS, Drafts, RequestView, Result
 class _Tracked:
     """What is kept of one request."""
 
-    __slots__ = ("num_empty", "num_fed", "proposal", "shifts")
+    __slots__ = ("num_empty", "num_fed", "num_idle", "proposal", "rest_left", "shifts", "was_asked")
 
     def __init__(self) -> None:
         self.proposal = NO_DRAFTS  # of the last round, whatever was admitted of it
         self.shifts: dict[str, RequestOdds] = {}  # by source
         self.num_fed = 0  # its length when a model last drafted for it
         self.num_empty = 0  # times in a row that the model was asked and gave nothing
+        self.was_asked = False  # in the last round
+        self.num_idle = 0  # rounds in a row in which no draft was right
+        self.rest_left = 0  # rounds in which nothing is drafted
 
 
 class _Round:
@@ -55,6 +58,8 @@ class Controller:
     """Chooses what is drafted by a model and which proposed nodes are verified."""
 
     NUM_REMEMBERED = 64  # decisions, for people to look at
+    IDLE, REST = 8, 3  # rounds in a row without a right draft; rounds of rest after each further one
+    LONG_IDLE, LONG_REST = 32, 7
     MOST_FED = 512  # tokens of a request that a model is fed in one step
     MOST_EMPTY = 8  # times in a row that a model may be asked for nothing, as it catches up with a prompt
     PLAIN_CONTEXT = 128  # of the step that drafting costs are guessed from
@@ -90,6 +95,15 @@ class Controller:
 
     # --- before drafting ---
 
+    def rests(self, request_id: str) -> bool:
+        """Whether nothing is to be drafted for a request in this round. Text that nobody foresees is looked
+        at less often, because looking takes time too; whoever is right once ends that."""
+        tracked = self._requests.get(request_id)
+        if tracked is None or not tracked.rest_left:
+            return False
+        tracked.rest_left -= 1
+        return True
+
     def begin_round(self, num_requests: int, other_rows: int, context: int) -> None:
         """Drafting for a step begins: `num_requests` will get a token without drafts, `other_rows` are rows
         of the step beside them, such as a prompt's; `context` is the requests' mean length."""
@@ -102,7 +116,7 @@ class Controller:
         """How many steps a drafting model should run for each request, given the free drafts it has."""
         model_steps, this = self._model_steps, self._round
         names = [request.request_id for request in requests]
-        if model_steps.rests(names):
+        if not names or model_steps.rests(names):
             return [0] * len(names)
         tracked = [self._track(name) for name in names]
         needs = [
@@ -159,6 +173,8 @@ class Controller:
             self._end_model_drafting(proposals, request_ids)
         num_proposed = sum(map(len, proposals))
         if not self._adaptive or num_proposed == 0:
+            for name in request_ids:
+                self._track(name).was_asked = True
             return list(proposals)
         alive = self._calibrated(proposals, request_ids)
         if len(proposals) == 1 and proposals[0].is_chain:
@@ -181,8 +197,9 @@ class Controller:
             return [calibrate(drafts) for drafts in proposals]
         result: list[list[float]] = []
         for name, drafts in zip(request_ids, proposals, strict=True):
+            tracked = self._track(name)
+            tracked.was_asked = True
             if drafts.token_ids:
-                tracked = self._track(name)
                 tracked.proposal = drafts
                 result.append(calibrate(drafts, tracked.shifts))
             else:
@@ -245,9 +262,16 @@ class Controller:
         """Learn what became of the last proposals, verified or not."""
         for result in results:
             tracked = self._requests.get(result.request_id)
-            if tracked is not None and tracked.proposal.token_ids and result.token_ids:
-                self._table.observe(tracked.proposal, result.token_ids, tracked.shifts)
+            if tracked is None or not tracked.was_asked or not result.token_ids:
+                continue
+            was_right = False
+            if tracked.proposal.token_ids:
+                was_right = self._table.observe(tracked.proposal, result.token_ids, tracked.shifts)
                 tracked.proposal = NO_DRAFTS
+            tracked.was_asked = False
+            tracked.num_idle = 0 if was_right else tracked.num_idle + 1
+            if tracked.num_idle >= self.IDLE and not self._model_steps.is_probing(result.request_id):
+                tracked.rest_left = self.REST if tracked.num_idle < self.LONG_IDLE else self.LONG_REST
 
     def observe_step(
         self,

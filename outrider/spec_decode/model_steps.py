@@ -124,7 +124,7 @@ class ModelSteps:
         steps = [num_steps if is_chosen else 0 for is_chosen in chosen] if num_steps else [0] * len(needs)
         steps, is_probe = self._with_probe(request_ids, behind, steps)
         # Where free drafts do the work now, the next round may be different.
-        if not is_probe and not num_steps and min(needs) > 0.5:
+        if not is_probe and not num_steps and min(needs, default=1.0) > 0.5:
             self._resting = (request_ids, self._rounds + self.REST)
         return steps, is_probe
 
@@ -148,6 +148,9 @@ class ModelSteps:
         return best
 
     # --- probing ---
+
+    def is_probing(self, request_id: str) -> bool:
+        return request_id in self._probed
 
     def earn(self, seconds: float) -> None:
         """A step took so long: a part of that may go into probes."""
