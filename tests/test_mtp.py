@@ -112,6 +112,8 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "fixed": MTP,
     "adaptive": {"method": "mtp"},
     "eight steps": {"method": "mtp", "adaptive": False, "num_model_steps": 8, "num_speculative_tokens": 8},
+    "branches": MTP | {"num_speculative_tokens": 8},
+    "branches, adaptive": {"method": "mtp", "num_speculative_tokens": 12},
     "with_ngram": MTP | {"mtp_strategy": "with_ngram", "num_model_steps": 2, "num_speculative_tokens": 6},
     "auto": {"method": "auto", "adaptive": False},
 }
@@ -129,6 +131,8 @@ def test_the_law(noisy: str, pool: str, drafter: str) -> None:
     assert stats["num_draft_errors"] == 0
     if pool == "preemptions":
         assert stats["num_preemptions"] > 0
+    if drafter == "branches":
+        assert stats["num_accepted_tokens"]["mtp_second"] > 5
     if drafter == "fixed":
         counts = [c.speculation for c in done]
         assert sum(c["accepted_tokens"] for c in counts) > 50
@@ -175,6 +179,7 @@ def test_the_module_is_a_shadow_of_the_target(noisy: str, pool: str, monkeypatch
             if not drafts:
                 seen["skipped"] += 1
                 continue
+            drafts = drafts.first(drafts.source.count("mtp"))  # without second choices
             tokens, survival = scratch.drafts(request.token_ids, request.sampling_state, len(drafts))
             assert list(drafts.token_ids) == tokens
             assert list(drafts.survival) == pytest.approx(survival, abs=1e-4 + 1e-12)

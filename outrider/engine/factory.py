@@ -229,6 +229,8 @@ def _parts(
             block_size=scheduler.kv_cache.block_size,
             num_model_steps=num_steps(head, config),
             look_ahead=scheduler.look_ahead,
+            branches=config.speculative_config.tree != "off"
+            and config.speculative_config.mtp_strategy == "default",
         )
 
     return Parts(
