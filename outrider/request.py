@@ -96,6 +96,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     skip_special_tokens: bool = True
     shown_special_ids: list[int] = []  # special tokens that are shown although others are skipped
     seed: int | None = None  # None: drawn at admission and reported
+    prompt_logprobs: int | None = None  # the same of the prompt's tokens but the first; prefixes are not cached
     logprobs: int | None = None  # None: none; k: the chosen token's and the k best, of the raw logits
     speculation: SpeculationParams | None = None
     grammar: GrammarSpec | None = None  # what the text must look like
@@ -168,7 +169,9 @@ class RequestOutput(msgspec.Struct, tag="output"):
     num_cached_tokens: int = 0
     num_output_tokens: int = 0  # so far
     seed: int = 0
+    scheduled_time: float = 0.0  # when its first step began (time.monotonic); on the last increment
     speculation: SpeculationStats | None = None  # on the last increment
+    prompt_logprobs: list[TokenLogprobs] | None = None  # on the first increment, if asked for
 
 
 class StatsReply(msgspec.Struct, tag="stats_reply"):

@@ -257,6 +257,7 @@ class Expected:
     finish_reason: FinishReason
     stop_reason: int | str | None
     error_text: str = ""
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 def plain_decode(prompt: Sequence[int], params: SamplingParams, seed: int, max_model_len: int) -> Expected:
@@ -266,6 +267,9 @@ def plain_decode(prompt: Sequence[int], params: SamplingParams, seed: int, max_m
     expected = Expected([], [""], [], FinishReason.LENGTH, None)
     state = 0
     for position, token in enumerate(prompt):
+        if position > 0:
+            scores = raw_logprobs(hash_logits(state), token, params.prompt_logprobs or 0)
+            expected.prompt_logprobs.append(scores)
         state = mix(state, token, position)
     output = expected.token_ids
     while True:

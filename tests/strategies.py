@@ -54,6 +54,7 @@ def random_params(rng: random.Random) -> SamplingParams:
         skip_special_tokens=rng.random() < 0.5,
         seed=rng.getrandbits(64),
         logprobs=some(None, 0, 1, 4),
+        prompt_logprobs=some(None, 0, 2),
         grammar=random_grammar(rng) if rng.random() < 1 / 3 else None,
         speculation=some(
             None, SpeculationParams(method="off"), SpeculationParams(max_draft_tokens=rng.randrange(4))

@@ -329,6 +329,7 @@ def test_a_batch_gives_every_node_its_slot_its_depth_and_its_path(
             token_ids=list(range(tree.context)),
             block_table=array("i", rng.permutation(40)[: -(-tree.length // block_size)].tolist()),
             sampling_state=i,
+            prompt_scores=None,
             stream=SimpleNamespace(grammar=None),
         )
         plan_rows.append(PlanRow(request, start, num_final + len(own), own, True))  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from fakes import VOCABULARY, FailingAllocator, HashModel, ReferenceSampler, ScriptedProposer
+from fakes import VOCABULARY, Expected, FailingAllocator, HashModel, ReferenceSampler, ScriptedProposer
 from grammar_oracle import grammars_of
 from hypothesis import Phase, given, settings
 from strategies import MAX_MODEL_LEN, Arrival, Traffic, random_traffic, small_traffic, traffic
@@ -18,7 +18,7 @@ from outrider.engine.engine import Engine
 from outrider.engine.kv_cache import KVCacheManager
 from outrider.engine.runner import Runner
 from outrider.engine.scheduler import Scheduler
-from outrider.request import FinishReason, RequestOutput
+from outrider.request import FinishReason, RequestOutput, SamplingParams
 from outrider.spec_decode.proposer import Drafts
 
 # A failing load says enough as it is, and shrinking one takes minutes.
@@ -97,6 +97,19 @@ def count_events(engine: Engine, num_steps: int) -> Counter[str]:
     )
 
 
+def check_prompt_logprobs(first: RequestOutput, params: SamplingParams, expected: Expected) -> None:
+    """Those of the whole prompt, whatever was cached, chunked or preempted."""
+    found = first.prompt_logprobs
+    if params.prompt_logprobs is None:
+        assert found is None
+        return
+    assert found is not None and len(found) == len(expected.prompt_logprobs)
+    for score, wanted in zip(found, expected.prompt_logprobs, strict=True):
+        assert (score.rank, score.top_token_ids) == (wanted.rank, wanted.top_token_ids)
+        assert score.logprob == pytest.approx(wanted.logprob)
+        assert score.top_logprobs == pytest.approx(wanted.top_logprobs)
+
+
 def check_stream(arrival: Arrival, stream: list[RequestOutput]) -> None:
     """The events of a stream are those of plain decoding, up to where it was cancelled."""
     expected, params = arrival.expected, arrival.request.params
@@ -115,6 +128,8 @@ def check_stream(arrival: Arrival, stream: list[RequestOutput]) -> None:
         assert event.seed == params.seed
         if event.token_ids:
             assert event.logprobs == (None if params.logprobs is None else expected.logprobs[start:end])
+        if i == 0 and event.finish_reason is not FinishReason.ABORT:
+            check_prompt_logprobs(event, params, expected)
         if event.finish_reason is FinishReason.ERROR:
             assert text == expected.error_text
         elif event.finish_reason is not FinishReason.ABORT:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from itertools import pairwise
 
+import msgspec
 import pytest
 from fakes import EOS, VOCABULARY, plain_decode
 from hypothesis import given
@@ -104,7 +105,7 @@ def test_nothing_is_shown_that_a_stop_string_may_take_back(cuts: list[int]) -> N
 
 @given(st.integers(0, 2**32 - 1), st.lists(st.integers(0, 3), min_size=1, max_size=8))
 def test_the_machine_agrees_with_the_oracle_token_by_token(seed: int, prompt: list[int]) -> None:
-    params = random_params(random.Random(seed))
+    params = msgspec.structs.replace(random_params(random.Random(seed)), grammar=None)
     assert params.seed is not None
     expected = plain_decode(prompt, params, params.seed, 40)
     limit = min(params.max_tokens or 40, 40 - len(prompt))

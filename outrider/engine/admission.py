@@ -51,6 +51,8 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
         _in_range("seed", params.seed, 0, _MAX_SEED)
     if params.logprobs is not None:
         _in_range("logprobs", params.logprobs, 0, vocab_size)
+    if params.prompt_logprobs is not None:
+        _in_range("prompt_logprobs", params.prompt_logprobs, 0, vocab_size)
     if any(not stop for stop in params.stop):
         raise ValueError("stop strings must not be empty")
     _check_ids("stop_token_ids", params.stop_token_ids, vocab_size)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.engine.scheduler import Plan, PlanRow
+from outrider.engine.state import Request
 from outrider.sampling.grammar import Mask
 from outrider.sampling.verifier import Walk
 from outrider.spec_decode.proposer import Drafts
@@ -49,7 +50,7 @@ class Batch:
     query_start_loc: Int32  # [num_requests + 1]
     seq_lens: Int32  # [num_requests] slots in use after this step's rows, one for every draft
     block_tables: Int32  # [num_requests, max_blocks] padded with 0
-    logits_indices: Int32  # [num_logits] rows whose logits are needed
+    logits_indices: Int32  # [num_logits] rows whose logits are needed: those to draw from, then scored ones
     parents: Int32  # [num_tokens] row of the token before, -1: it is cached already; empty without trees
     sampling: SamplingBatch
 
@@ -103,6 +104,7 @@ def build_batch(plan: Plan, block_size: int) -> Batch:
             for path in paths:
                 prefix_ids += path
                 prefix_start.append(len(prefix_ids))
+    logits_indices += [row for row, _, _ in scored_rows(plan)]
     parts = _as_arrays(
         token_ids,
         positions,
@@ -128,6 +130,17 @@ def build_batch(plan: Plan, block_size: int) -> Batch:
             states, parts[6], np.array(draw_positions, np.int64), parts[7], parts[8], *_masks(rows)
         ),
     )
+
+
+def scored_rows(plan: Plan) -> Iterator[tuple[int, Request, int]]:
+    """Rows of prompt tokens whose logits are asked for: the row, its request, the position of its token."""
+    first = 0
+    for row in plan.rows:
+        request = row.request
+        if request.prompt_scores is not None:
+            for position in range(row.start, min(row.start + row.num_tokens, len(request.prompt_scores))):
+                yield first + position - row.start, request, position
+        first += row.num_tokens
 
 
 def _masks(rows: Sequence[PlanRow]) -> tuple[NDArray[np.uint32] | None, Int32 | None]:

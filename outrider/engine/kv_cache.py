@@ -47,7 +47,9 @@ class KVCacheManager:
         """
         assert not request.block_table, f"{request.request_id} is admitted but holds blocks"
         # The last token is never taken from the cache: its logits are needed.
-        limit = (request.num_tokens - 1) // self.block_size if self.enable_prefix_caching else 0
+        limit = (request.num_tokens - 1) // self.block_size
+        if not self.enable_prefix_caching or request.prompt_scores is not None:
+            limit = 0  # the logits of all its tokens are needed
         for i in range(limit):
             block = self._published.get(self._digest(request, i))
             if block is None:

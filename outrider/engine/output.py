@@ -110,9 +110,10 @@ class OutputStream:
         return text
 
     def _bytes_of(self, token_id: int) -> bytes:
-        if token_id in self._vocabulary.special_ids and self._params.skip_special_tokens:
-            if token_id not in self._params.shown_special_ids:
-                return b""
+        params = self._params
+        is_hidden = params.skip_special_tokens and token_id not in params.shown_special_ids
+        if is_hidden and token_id in self._vocabulary.special_ids:
+            return b""
         return self._vocabulary.token_bytes[token_id]
 
     def _append_and_look_for_stops(self, piece: bytes) -> None:
@@ -167,7 +168,9 @@ def step_output(result: StepResult, logprobs: Sequence[TokenLogprobs | None] | N
         text=request.stream.take_text(),
         sources=[drafts.source[node] for node in path] + ["model"] * (num_tokens - len(path)),
         logprobs=chosen,
+        prompt_logprobs=request.prompt_scores,
     )
+    request.prompt_scores = None  # told once
     return _with_totals(output, request)
 
 
@@ -193,5 +196,6 @@ def _with_totals(output: RequestOutput, request: Request) -> RequestOutput:
         output.finish_reason = request.finish_reason
         output.stop_reason = request.stream.stop_reason
         output.error = request.error
+        output.scheduled_time = request.scheduled_time
         output.speculation = request.draft_counts.to_stats(request.num_steps)
     return output

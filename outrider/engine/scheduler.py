@@ -220,7 +220,7 @@ class Scheduler:
             request = self.running[i]
             is_generating = request.is_caught_up
             num_left = request.num_tokens - request.num_computed_tokens
-            num_tokens = budget.share(num_left + len(request.drafts), is_generating)
+            num_tokens = budget.share(num_left + len(request.drafts), is_generating, request.is_scored)
             if num_tokens > num_left and not self._hold_drafts(
                 request, num_tokens, len(self.running) - i - 1
             ):
@@ -229,7 +229,7 @@ class Scheduler:
                 break  # it was the last one and has been preempted itself
             i += 1
             if num_tokens:
-                budget.take(num_tokens, is_generating)
+                budget.take(num_tokens, is_generating, request.is_scored)
                 rows.append(_row(request, num_tokens))
         return rows
 
@@ -268,7 +268,7 @@ class Scheduler:
         while self.waiting and len(self.running) < self.max_num_seqs and not budget.is_spent:
             request = self.waiting[0]
             num_cached = self.kv_cache.admit(request)
-            num_tokens = budget.share(request.num_tokens - num_cached, False)
+            num_tokens = budget.share(request.num_tokens - num_cached, False, request.is_scored)
             # Blocks for all its tokens, not just the first chunk: half a prompt in the cache helps nobody.
             is_possible = num_tokens > 0 and self._has_blocks_for(request)
             if not is_possible or not self.kv_cache.allocate(request, request.num_tokens):
@@ -279,7 +279,7 @@ class Scheduler:
                 request.num_cached_tokens = num_cached
             self.waiting.pop(0)
             insort(self.running, request, key=_rank)
-            budget.take(num_tokens, False)
+            budget.take(num_tokens, False, request.is_scored)
             rows.append(_row(request, num_tokens))
 
 
@@ -309,19 +309,22 @@ class _Budget:
         """Whether nothing is left for a prompt."""
         return min(self._left - self._reserved, self._prompt_left) <= 0
 
-    def share(self, num_wanted: int, is_generating: bool) -> int:
-        """How many of the tokens it wants a request may have."""
+    def share(self, num_wanted: int, is_generating: bool, is_scored: bool) -> int:
+        """How many of the tokens it wants a request may have; a scored one needs the logits of all."""
         if is_generating:
             return min(num_wanted, self._left - self._reserved + 1, self._drafts_left + 1)
         num_free = min(self._left - self._reserved, self._prompt_left)
+        if is_scored:
+            return min(num_wanted, num_free, self._drafts_left + 1)
         if num_wanted > num_free and not self._chunks:
             return 0
         return min(num_wanted, num_free)
 
-    def take(self, num_tokens: int, is_generating: bool) -> None:
+    def take(self, num_tokens: int, is_generating: bool, is_scored: bool) -> None:
         self._left -= num_tokens
         if is_generating:
             self._reserved -= 1
             self._drafts_left -= num_tokens - 1
         else:
             self._prompt_left -= num_tokens
+            self._drafts_left -= num_tokens - 1 if is_scored else 0

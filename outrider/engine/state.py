@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from outrider.engine.draft_counts import DraftCounts
-from outrider.request import FinishReason, SamplingParams
+from outrider.request import FinishReason, SamplingParams, TokenLogprobs
 from outrider.spec_decode.proposer import NO_DRAFTS
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ NOTHING_ALLOWED = (
     "no token is allowed here: the grammar and other bounds of the request (bad_words, min_tokens, "
     "ignore_eos) leave none, or the model's logits are not numbers"
 )
+_NO_SCORE = TokenLogprobs(0.0, 0, [], [])
 
 
 class Request:
@@ -52,6 +53,7 @@ class Request:
         "num_steps",
         "params",
         "priority",
+        "prompt_scores",
         "rank",
         "request_id",
         "sampling_state",
@@ -97,6 +99,11 @@ class Request:
         self.block_digests: list[bytes] = []
         self.num_published_blocks = 0
 
+        # Log-probabilities of the prompt's tokens but the first; None: not asked for, or told already.
+        self.prompt_scores: list[TokenLogprobs] | None = None
+        if params.prompt_logprobs is not None:
+            self.prompt_scores = [_NO_SCORE] * (self.num_prompt_tokens - 1)
+
         self.num_steps = 0  # that emitted tokens
         self.draft_counts = DraftCounts()
         self.finish_reason: FinishReason | None = None
@@ -113,6 +120,11 @@ class Request:
     @property
     def grammar(self) -> GrammarMatcher | None:
         return self.stream.grammar
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether the logits of its next tokens are needed, because they belong to the prompt."""
+        return self.prompt_scores is not None and self.num_computed_tokens < len(self.prompt_scores)
 
     @property
     def is_caught_up(self) -> bool:

@@ -41,5 +41,6 @@ def parsing_for(request: ChatCompletionRequest, formats: Formats, prompt_end: st
         tool_format=tool_format if tools else None,
         tools={tool.function.name: tool.function.parameters or {} for tool in tools},
         parallel=request.parallel_tool_calls is not False and not isinstance(request.tool_choice, NamedTool),
+        only_calls=forced,
         make_id=formats.make_id,
     )

@@ -42,6 +42,7 @@ class Parsing:
     tool_format: type[ToolFormat] | None = None
     tools: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # name -> schema of the parameters
     parallel: bool = True  # False: calls after the first are dropped
+    only_calls: bool = False  # a grammar forces calls: the start of one that was cut off is nothing to show
     make_id: Callable[[], str] = str
 
     @property
@@ -95,7 +96,8 @@ class MessageParser(CallSink):
         self._delta.reasoning += text
 
     def content(self, text: str) -> None:
-        self._delta.content += text
+        if not self._parsing.only_calls:
+            self._delta.content += text
 
     def begin_call(self, name: str) -> None:
         self.num_calls += 1
