@@ -44,7 +44,7 @@ __attribute__((noinline)) void multiply(const float* a, int64_t lda, const T* b,
     for (int v = 0; v < NV; ++v) acc[r][v] = kFromZero ? L::splat(0.0f) : L::load(c + r * ldc + kWidth * v);
   // The longer side of the tile is taken one by one, so that the registers hold the rest.
   for (int i = 0; i < k; ++i, b += ldb, ahead += step) {
-    __builtin_prefetch(ahead, 0, 3);
+    __builtin_prefetch(ahead, 0, 2);  // as far as L2: L1 can wait for fewer lines at a time
     if constexpr (NV > R) {
       V x[R];
 #pragma GCC unroll 16
