@@ -1,3 +1,4 @@
+// Which slots the rows of draft trees read, worked out once a step, and what is checked of their parents.
 #include "draft_tree.h"
 
 #include <algorithm>
