@@ -255,6 +255,8 @@ def test_measuring_keeps_the_least_of_each_size_within_its_budget() -> None:
     measured = measure(machine, contexts=(128, 1024), budget_s=3.0, clock=machine.clock)
     exact = [0.01 + 0.001 * rows + 1e-6 * 128 for rows in ROWS]
     assert list(measured.seconds[0]) == pytest.approx(exact)
+    longer = [0.01 + 0.001 * rows + 1e-6 * 1024 for rows in ROWS]  # measured at some of them
+    assert list(measured.seconds[1]) == pytest.approx(longer)
     assert machine.now < 3.3
 
 
