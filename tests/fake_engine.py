@@ -136,8 +136,18 @@ class FakeEngineClient:
                 TokenLogprobs(-0.5, 1, [t, 97, 0xC3][:wanted], [-0.5, -1.5, -2.5][:wanted]) for t in tokens
             ],
             stream.finish_reason, stream.stop_reason, None, len(prompt), 0, stream.num_tokens,
-            request.params.seed or 0, stats if stream.finish_reason else None,
+            request.params.seed or 0, speculation=stats if stream.finish_reason else None,
+            prompt_logprobs=score_prompt(request) if stream.num_tokens == len(tokens) else None,
         )  # fmt: skip
+
+
+def score_prompt(request: AddRequest) -> list[TokenLogprobs] | None:
+    count = request.params.prompt_logprobs
+    if count is None:
+        return None
+    return [TokenLogprobs(-3.5, 3, [97, 98][:count], [-0.5, -1.5][:count])] * (
+        len(request.prompt_token_ids) - 1
+    )
 
 
 def draw(request: AddRequest, prompt: bytes, position: int) -> int:

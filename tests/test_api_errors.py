@@ -78,6 +78,8 @@ BAD_CHATS: list[tuple[str, Any, str | None, str]] = [
     ("max_tokens huge", chat(max_tokens=10**9), "max_tokens", "12 tokens and the model"),
     ("max_tokens beyond integers", chat(max_tokens=10**30), "max_tokens", "too large"),
     ("both limits", chat(max_tokens=1, max_completion_tokens=1), "max_tokens", "exclude"),
+    ("prompt_logprobs with stream", chat(prompt_logprobs=1, stream=True), "prompt_logprobs", "exclude"),
+    ("prompt_logprobs too many", chat(prompt_logprobs=21), "prompt_logprobs", "at most 20, got 21"),
     ("n too large", chat(n=65), "n", "at most 64"),
     ("n zero", chat(n=0), "n", "greater than or equal to 1"),
     ("prompt too long", {"messages": [{"role": "user", "content": "x" * 4000}]}, "messages", "4007 tokens"),
@@ -129,7 +131,7 @@ def test_a_bad_chat_request_is_a_400_that_names_the_field(
      ({"prompt": [[1], []]}, "prompt"),
      ({"prompt": [1, "a"]}, "prompt[0]"), ({"prompt": 5}, "prompt"),
      ({"prompt": "a", "suffix": "b"}, "suffix"),
-     ({"prompt": ["a"] * 33, "n": 2}, "n"), ({"prompt": "a", "logprobs": 2, "echo": True}, "echo"),
+     ({"prompt": ["a"] * 33, "n": 2}, "n"),
      ({"prompt": "a", "best_of": 2}, "best_of"), ({"prompt": "a", "messages": HELLO}, "messages")],
 )  # fmt: skip
 def test_a_bad_completion_request_is_a_400_that_names_the_field(url: str, body: Any, param: str) -> None:

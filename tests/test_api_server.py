@@ -144,6 +144,36 @@ def test_echo_repeats_the_prompt(client: openai.OpenAI) -> None:
     assert "".join(c.choices[0].text for c in client.completions.create(**request, stream=True)) == "2+2The"
 
 
+def test_an_echo_with_logprobs_has_those_of_the_prompt(client: openai.OpenAI) -> None:
+    request: Any = {
+        "model": "smollm2-135m", "prompt": ["2+2", "é"], "temperature": 0, "max_tokens": 3, "echo": True,
+        "logprobs": 1,
+    }  # fmt: skip
+    choices = client.completions.create(**request).choices
+    found = choices[0].logprobs
+    assert found is not None and found.tokens == [*"2+2The"] and found.text_offset == [0, 1, 2, 3, 4, 5]
+    assert found.token_logprobs == [None, -3.5, -3.5, -0.5, -0.5, -0.5]
+    assert found.top_logprobs == [None, {"a": -0.5, "+": -3.5}, {"a": -0.5, "2": -3.5},
+                                  {"T": -0.5}, {"h": -0.5}, {"e": -0.5}]  # fmt: skip
+    streams: list[Any] = [[], []]
+    for chunk in client.completions.create(**request, stream=True):
+        choice = chunk.choices[0]
+        streams[choice.index] += zip(choice.logprobs.text_offset, choice.logprobs.token_logprobs, strict=True)  # type: ignore[union-attr, arg-type]
+    for choice, streamed in zip(choices, streams, strict=True):
+        whole: Any = choice.logprobs
+        assert list(zip(whole.text_offset, whole.token_logprobs, strict=True)) == streamed
+
+
+def test_logprobs_of_the_prompt_come_by_id(url: str) -> None:
+    body = {"max_tokens": 2, "temperature": 0, "prompt_logprobs": 1}
+    answer = post(url, "/v1/completions", body | {"prompt": "ab"}).json()
+    best = {"97": {"logprob": -0.5, "rank": 1, "decoded_token": "a"}}
+    own = {"98": {"logprob": -3.5, "rank": 3, "decoded_token": "b"}}
+    assert answer["choices"][0]["prompt_logprobs"] == [None, best | own]
+    chat = post(url, CHAT, body | {"messages": HELLO}).json()
+    assert len(chat["choices"][0]["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
+
+
 def test_speculation_is_reported_when_asked_for(url: str) -> None:
     body = {"messages": HELLO, "max_tokens": 12, "temperature": 0}
     assert "speculation" not in post(url, CHAT, body).json()

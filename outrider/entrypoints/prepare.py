@@ -116,17 +116,17 @@ class Preparer:
     async def completion(self, request: CompletionRequest) -> Prepared:
         """A completion request: one or several prompts, as text or ids."""
         prompts, texts = await self._prompts(infilled(request, self._infill_marks))
-        if request.echo and request.logprobs is not None:
-            raise bad_request(
-                "echo together with logprobs is not supported by this version of Outrider", "echo"
-            )
         prepared = self._prepare(
             request, prompts, "prompt", ("max_tokens", request.max_tokens), ("logprobs", request.logprobs)
         )
         prepared = await self._with_grammar(request, await self._with_prediction(request, prepared))
+        if request.echo and request.logprobs is not None:  # the prompt is echoed with its own
+            most = max(request.logprobs, request.prompt_logprobs or 0)
+            params = [msgspec.structs.replace(each, prompt_logprobs=most) for each in prepared.params]
+            prepared = dataclasses.replace(prepared, params=params)
         if request.echo:
             texts = texts or [self.tokenizer.decode(p, skip_special_tokens=False) for p in prompts]
-            return Prepared(prompts, prepared.params, prepared.n, prepared.seed, texts, prepared.model)
+            return dataclasses.replace(prepared, texts=texts)
         return prepared
 
     async def tokens(self, request: TokenizeRequest) -> list[int]:
@@ -285,6 +285,14 @@ class Preparer:
             raise bad_request(
                 f"{logprobs_name} must be at most {self.limits.max_logprobs}, got {logprobs}", logprobs_name
             )
+        if request.prompt_logprobs is not None:
+            if request.stream:
+                raise bad_request("prompt_logprobs and stream exclude each other", "prompt_logprobs")
+            if request.prompt_logprobs > self.limits.max_logprobs:
+                raise bad_request(
+                    f"prompt_logprobs must be at most {self.limits.max_logprobs}, got "
+                    f"{request.prompt_logprobs}", "prompt_logprobs",
+                )  # fmt: skip
         if max_tokens is not None and (request.min_tokens or 0) > max_tokens:
             raise bad_request(
                 f"min_tokens must be at most max_tokens ({max_tokens}), got {request.min_tokens}",
@@ -309,6 +317,7 @@ class Preparer:
             ignore_eos=bool(request.ignore_eos),
             skip_special_tokens=request.skip_special_tokens is not False,
             logprobs=logprobs,
+            prompt_logprobs=request.prompt_logprobs,
             speculation=_speculation(request.speculation),
         )
 

@@ -24,7 +24,6 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("none",),
     "structural_tag": (),
-    "prompt_logprobs": (),
     "best_of": (1,),
     "modalities": (["text"],),
     "audio": (),
@@ -115,6 +114,7 @@ class GenerationRequest(WireModel):
     stream_options: StreamOptions | None = None
     user: str | None = None
     return_token_ids: bool | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
     cache_salt: str | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     speculation: Literal["off"] | Speculation | None = None

@@ -31,6 +31,7 @@ class Choice:
     token_ids: list[int] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     num_output_tokens: int = 0
@@ -44,6 +45,7 @@ class Choice:
         self.token_ids += output.token_ids
         self.sources += output.sources
         self.logprobs += output.logprobs or ()
+        self.prompt_logprobs += output.prompt_logprobs or ()
         self.note(output)
 
     def note(self, output: RequestOutput) -> None:
@@ -64,6 +66,7 @@ class Wanted:
     chat: bool
     logprobs: bool = False
     num_logprobs: int = 0
+    num_prompt_logprobs: int | None = None  # beside the answer; an echo shows those of `logprobs`
     token_ids: bool = False
     usage: bool = False  # a usage chunk at the end of a stream
     speculation: bool = False
@@ -83,6 +86,7 @@ def wanted_of(request: GenerationRequest) -> Wanted:
         chat=is_chat,
         logprobs=alternatives is not None,
         num_logprobs=alternatives or 0,
+        num_prompt_logprobs=request.prompt_logprobs,
         token_ids=bool(request.return_token_ids),
         usage=request.include_usage,
         speculation=bool(request.return_speculation),
@@ -134,7 +138,9 @@ class Answer:
         self._started[index] = True
         logprobs = b"null"
         if wanted.logprobs:
-            logprobs = encode(self._logprobs(output.token_ids, output.logprobs or [], self._offsets[index]))
+            logprobs = encode(
+                self._scores(index, output.token_ids, output.logprobs or [], output.prompt_logprobs or [])
+            )
         finish = b"null" if finish_reason is None else encode(finish_reason)
         parts = [
             self._chunk_head,
@@ -204,15 +210,33 @@ class Answer:
             result["text"] = self._echo[index // self._n] + text if self._echo is not None else text
         result["logprobs"] = None
         if self.wanted.logprobs:
-            result["logprobs"] = self._logprobs(choice.token_ids, choice.logprobs, self._offsets[index])
+            result["logprobs"] = self._scores(
+                index, choice.token_ids, choice.logprobs, choice.prompt_logprobs
+            )
         result["finish_reason"] = finish_reason
         result["stop_reason"] = choice.stop_reason
+        if self.wanted.num_prompt_logprobs is not None:
+            prompt = self._prompts[index // self._n]
+            result["prompt_logprobs"] = self._logprobs.by_id(
+                prompt, choice.prompt_logprobs, self.wanted.num_prompt_logprobs
+            )
         if self.wanted.token_ids:
             result["token_ids"] = choice.token_ids
             result["prompt_token_ids"] = self._prompts[index // self._n]
         if self.wanted.sources:
             result |= self._detail(index, choice.token_ids, choice.sources)
         return result
+
+    def _scores(
+        self, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs],
+        of_prompt: Sequence[TokenLogprobs],
+    ) -> dict[str, Any]:  # fmt: skip
+        """Log-probabilities of tokens, those of an echoed prompt before them."""
+        scores: list[TokenLogprobs | None] = list(logprobs)
+        if self._echo is not None and not self._offsets[index].num_pieces:
+            token_ids = [*self._prompts[index // self._n], *token_ids]
+            scores = [None, *of_prompt, *scores]  # nothing comes before the first token
+        return self._logprobs(token_ids, scores, self._offsets[index])
 
     def _detail(self, index: int, token_ids: Sequence[int], sources: Sequence[str]) -> dict[str, Any]:
         """Where each token came from and its text; a character of several tokens is with its last one."""
@@ -296,9 +320,11 @@ class _Offsets:
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._length = 0
+        self.num_pieces = 0
 
     def advance(self, piece: bytes) -> int:
         begin = self._length
+        self.num_pieces += 1
         self._length += len(self._decoder.decode(piece))
         return begin
 
@@ -311,16 +337,15 @@ class LogprobWriter:
         self._wanted = wanted
 
     def __call__(
-        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], offsets: _Offsets
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None], offsets: _Offsets
     ) -> dict[str, Any]:
+        """`None`: a token that nothing came before."""
         if self._wanted.chat:
-            return {
-                "content": [self._chat(*pair) for pair in zip(token_ids, logprobs, strict=True)],
-                "refusal": None,
-            }
+            pairs = zip(token_ids, logprobs, strict=True)
+            return {"content": [self._chat(i, entry) for i, entry in pairs if entry], "refusal": None}
         return {
             "tokens": [self._name(token_id) for token_id in token_ids],
-            "token_logprobs": [entry.logprob for entry in logprobs],
+            "token_logprobs": [None if entry is None else entry.logprob for entry in logprobs],
             "top_logprobs": [self._best(*pair) for pair in zip(token_ids, logprobs, strict=True)],
             "text_offset": [offsets.advance(self._token_bytes[token_id]) for token_id in token_ids],
         }
@@ -335,9 +360,27 @@ class LogprobWriter:
         piece = self._token_bytes[token_id]
         return {"token": piece.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(piece)}
 
-    def _best(self, token_id: int, entry: TokenLogprobs) -> dict[str, float]:
+    def by_id(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], count: int
+    ) -> list[dict[str, Any] | None]:
+        """A mapping from token id for each token of a prompt, None for its first."""
+        result: list[dict[str, Any] | None] = [None]
+        for token_id, entry in zip(token_ids[1:], logprobs, strict=True):
+            best = zip(entry.top_token_ids[:count], entry.top_logprobs, range(1, count + 1), strict=False)
+            known = {other: (logprob, rank) for other, logprob, rank in best}
+            known.setdefault(token_id, (entry.logprob, entry.rank))
+            result.append({
+                str(other): {"logprob": logprob, "rank": rank, "decoded_token": self._name(other)}
+                for other, (logprob, rank) in known.items()
+            })  # fmt: skip
+        return result
+
+    def _best(self, token_id: int, entry: TokenLogprobs | None) -> dict[str, float] | None:
         """The best tokens and, as OpenAI does, the chosen one if it is not among them."""
-        best = dict(zip(entry.top_token_ids, entry.top_logprobs, strict=True))
+        if entry is None:
+            return None
+        count = self._wanted.num_logprobs
+        best = dict(zip(entry.top_token_ids[:count], entry.top_logprobs[:count], strict=True))
         best.setdefault(token_id, entry.logprob)
         return {self._name(other): logprob for other, logprob in best.items()}
 
