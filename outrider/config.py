@@ -279,6 +279,11 @@ class ServerConfig:
         30.0, "seconds running requests get after SIGTERM", low=0, aliases=("timeout_graceful_shutdown",)
     )
     log_level: str = option("info", "how much to log", choices=("debug", "info", "warning", "error"))
+    log_format: str = option("text", "lines for people, or JSON objects", choices=("text", "json"))
+    log_requests: bool = option(True, "log a line for every request when it ends; never any of its text")
+    otlp_traces_endpoint: str | None = option(
+        None, "OpenTelemetry collector that gets traces, as http://127.0.0.1:4318/v1/traces; needs extra otel"
+    )
 
     def __post_init__(self) -> None:
         normalise(self)

@@ -23,6 +23,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from outrider import logs
 from outrider.config import EngineConfig
 from outrider.engine.messages import (
     EngineFailure,
@@ -102,7 +103,7 @@ class EngineClient:
         threading.Thread(target=self._wait_for_exit, args=(loop, self._process), daemon=True).start()
         self._reader = asyncio.create_task(self._read(self._socket))
         level = logging.getLogger().getEffectiveLevel()
-        self._send(Start(msgspec.to_builtins(self._config), self._factory, level))
+        self._send(Start(msgspec.to_builtins(self._config), self._factory, level, logs.current_style()))
         self.info = await self._started
         return self.info
 

@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from outrider import logs
 from outrider.config import EngineConfig
 from outrider.engine.engine import Engine
 from outrider.engine.messages import EngineFailure, EngineInfo, Start, ToEngine, decode_to_engine, encode
@@ -147,9 +148,7 @@ def main(address: str) -> int:
 
 def _build(start: ToEngine) -> Engine:
     assert isinstance(start, Start), f"the first message must be Start, got {type(start).__name__}"
-    logging.basicConfig(
-        level=start.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
-    )
+    logs.configure(start.log_level, start.log_style)
     module, _, function = start.factory.partition(":")
     factory = getattr(importlib.import_module(module), function)
     engine = factory(msgspec.convert(start.config, EngineConfig))

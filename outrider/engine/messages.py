@@ -22,6 +22,7 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
     config: dict[str, Any]  # the fields of EngineConfig
     factory: str  # module:function that makes an Engine of an EngineConfig
     log_level: int
+    log_style: str = "text"
 
 
 class EngineInfo(msgspec.Struct, frozen=True, tag="ready"):

@@ -26,13 +26,14 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from outrider import __version__
+from outrider import __version__, logs
 from outrider.config import ConfigError, Configuration, EngineConfig, ServerConfig, read_chat_template
 
 if TYPE_CHECKING:
     import uvicorn
 
     from outrider.entrypoints.app import ServerState
+    from outrider.entrypoints.journal import Journal
     from outrider.entrypoints.prepare import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -59,11 +60,7 @@ def serve(
 
     `make_engine(config, on_death)` and `load_tokenizer(config)` are the seams that tests replace.
     """
-    logging.basicConfig(
-        level=configuration.server.log_level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )  # fmt: skip
+    logs.configure(configuration.server.log_level.upper(), configuration.server.log_format)
     for warning in configuration.warnings:
         logger.warning(warning)
     logger.info("Outrider %s, configuration:\n%s", __version__, configuration.describe())
@@ -154,6 +151,8 @@ class _Life:
         finally:
             server.should_exit = True
             await serving
+            if state.gate.journal.tracer is not None:
+                await asyncio.to_thread(state.gate.journal.tracer.shutdown)
 
     async def _load(self, state: ServerState, engine: Any, starting: asyncio.Future[Any]) -> None:
         """Bring tokenizer and engine together, then open for requests."""
@@ -228,7 +227,7 @@ def _make_server(configuration: Configuration) -> tuple[ServerState, uvicorn.Ser
         def capture_signals(self) -> Any:
             yield
 
-    gate = Gate(configuration.server, configuration.engine.max_num_seqs)
+    gate = Gate(configuration.server, configuration.engine.max_num_seqs, _journal(configuration.server))
     state = ServerState(configuration, gate, fingerprint=_fingerprint(configuration))
     config = uvicorn.Config(
         create_app(state), http=HttpProtocol, ws="none", lifespan="off",
@@ -236,6 +235,17 @@ def _make_server(configuration: Configuration) -> tuple[ServerState, uvicorn.Ser
         server_header=False, timeout_keep_alive=60, timeout_graceful_shutdown=5,
     )  # fmt: skip
     return state, Server(config)
+
+
+def _journal(config: ServerConfig) -> Journal:
+    from outrider.entrypoints.journal import Journal
+
+    tracer = None
+    if config.otlp_traces_endpoint is not None:
+        from outrider.entrypoints.tracing import make_tracer
+
+        tracer = make_tracer(config.otlp_traces_endpoint)
+    return Journal(config.log_requests, tracer)
 
 
 def _fingerprint(configuration: Configuration) -> str:

@@ -13,12 +13,14 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
+from starlette.datastructures import Headers
 
 from outrider import __version__
 from outrider.config import Configuration
 from outrider.entrypoints.errors import ApiError, bad_request
 from outrider.entrypoints.generation import ClientGoneError, Engine, Gate, Generation
 from outrider.entrypoints.http_edge import add_edge, json_response, read_body
+from outrider.entrypoints.journal import Record
 from outrider.entrypoints.metrics import CONTENT_TYPE, render
 from outrider.entrypoints.page import add_page_routes
 from outrider.entrypoints.prepare import Prepared, Preparer
@@ -38,6 +40,7 @@ from outrider.entrypoints.speculation_view import speculation_view
 
 logger = logging.getLogger(__name__)
 
+MAX_CLIENT_ID = 128  # characters of an X-Request-Id that the log repeats
 BODIES: dict[str, type[WireModel]] = {
     "/v1/chat/completions": ChatCompletionRequest,
     "/v1/completions": CompletionRequest,
@@ -214,6 +217,7 @@ async def _generate(
         engine, state.gate, state.configuration.server, prepared, request_id,
         owner=_owner(state, request), priority=body.priority or 0, cache_salt=body.cache_salt or "",
     )  # fmt: skip
+    _note_origin(generation.record, request.headers)
     answer = Answer(
         request_id, prepared.model, state.fingerprint, prepared.seed, prepared.prompts, prepared.n, wanted,
         preparer.token_bytes, prepared.texts, prepared.parsing,
@@ -222,6 +226,13 @@ async def _generate(
         return EventStream(generation, answer, request_id)
     content = await generation.collect(answer, request.receive)
     return Response(content, media_type="application/json", headers={"x-request-id": request_id})
+
+
+def _note_origin(record: Record, headers: Headers) -> None:
+    """What the client calls this request, and the trace that it is part of."""
+    name = headers.get("x-request-id", "")
+    record.client_request_id = name if name.isprintable() and len(name) <= MAX_CLIENT_ID else ""
+    record.trace = {key: headers[key] for key in ("traceparent", "tracestate") if key in headers}
 
 
 def _owner(state: ServerState, request: Request) -> str:

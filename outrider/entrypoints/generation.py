@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from outrider.config import ServerConfig
 from outrider.entrypoints.errors import ApiError
+from outrider.entrypoints.journal import Journal, Record
 from outrider.entrypoints.prepare import Prepared
 from outrider.entrypoints.responses import DONE, Answer
 from outrider.request import AddRequest, FinishReason, RequestOutput
@@ -38,16 +39,24 @@ class ClientGoneError(Exception):
     """The client closed its connection; there is nobody to answer."""
 
 
+def _name_of(error: BaseException) -> str:
+    """What a request that ended with `error` is said to have ended with."""
+    if isinstance(error, ClientGoneError):
+        return "client_gone"
+    return (error.code or "error") if isinstance(error, ApiError) else "internal_error"
+
+
 class Gate:
     """Admits requests up to the limits and knows which are running.
 
     Sequences beyond what the engine runs at once are waiting; they are what the queue limit counts.
     """
 
-    def __init__(self, config: ServerConfig, max_num_seqs: int) -> None:
+    def __init__(self, config: ServerConfig, max_num_seqs: int, journal: Journal | None = None) -> None:
         self.generations: dict[str, Generation] = {}
         self.failures: dict[str, int] = {}  # reason -> requests that got an error
         self.is_draining = False
+        self.journal = journal or Journal(log_requests=False)
         self._num_sequences = 0
         self._config = config
         self._max_num_seqs = max_num_seqs
@@ -77,7 +86,11 @@ class Gate:
         self._idle.clear()
         try:
             yield
+        except BaseException as error:
+            generation.record.failure = _name_of(error)
+            raise
         finally:
+            self.journal.ended(generation.record)
             del self.generations[generation.request_id]
             self._num_sequences -= num_sequences
             if not self.generations:
@@ -102,6 +115,7 @@ class Generation:
     ) -> None:  # fmt: skip
         self.prepared = prepared
         self.request_id = request_id
+        self.record = Record(request_id, prepared.model, owner)
         self.owner = owner
         self._engine = engine
         self._gate = gate
@@ -158,7 +172,8 @@ class Generation:
             except ApiError as error:
                 if not started:
                     raise
-                self._gate.count_failure(error.code or "error")
+                self.record.failure = error.code or "error"
+                self._gate.count_failure(self.record.failure)
                 await send(b"data: " + error.encode() + b"\n\n" + DONE)
 
     @contextlib.asynccontextmanager
@@ -216,6 +231,7 @@ class Generation:
             yield index, output
 
     def _note(self, output: RequestOutput) -> None:
+        self.record.note(output)
         if output.num_output_tokens <= len(output.token_ids):
             self._waiting -= 1
         if output.finish_reason is not None:

@@ -30,8 +30,12 @@ def add_edge(app: FastAPI, keys: tuple[str, ...], count_failure: Callable[[str],
     """Make `app` check keys and answer every failure in the common body."""
 
     async def on_api_error(request: Request, error: Any) -> Response:
-        if request.url.path in GENERATION_PATHS:
-            count_failure(error.code or str(error.status))
+        path, code = request.url.path, error.code or str(error.status)
+        if path in GENERATION_PATHS:
+            count_failure(code)
+        # The message may quote what the client sent, so it is not for the log.
+        fields = {"method": request.method, "path": path, "status": error.status, "code": code}
+        logger.info("%(method)s %(path)s %(status)d %(code)s", fields, extra={"fields": fields})
         return error_response(error)
 
     app.add_middleware(KeyCheck, keys=keys)
