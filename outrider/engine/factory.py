@@ -239,6 +239,7 @@ def _parts(
         phrases=phrases,
         memory_file=lambda path: MemoryFile(path, vocabulary(), checkpoint.config.vocab_size),
         branches=True,
+        vocab_size=checkpoint.config.vocab_size,
     )
 
 

@@ -218,6 +218,7 @@ class Parts:
     phrases: Callable[[bool], FreeSource | None] | None = None  # of whether drafts may branch
     memory_file: Callable[[str], MemoryStore] | None = None  # opens the file of past outputs
     branches: bool = False  # whether trees are verified as trees
+    vocab_size: int = 2**31 - 1
 
 
 def make_proposer(config: SpeculativeConfig, parts: Parts | None = None) -> Proposer:
