@@ -22,7 +22,7 @@ from outrider.training.prompts import ANSWER, GIVEN, KINDS, PromptSource
 
 torch = pytest.importorskip("torch")
 
-from outrider.training import pipeline  # noqa: E402
+from outrider.training import loss, pipeline  # noqa: E402
 from outrider.training.corpus import Batches, Corpus, frequent_tokens, make_batch  # noqa: E402
 from outrider.training.evaluate import measure  # noqa: E402
 from outrider.training.export import write_head  # noqa: E402
@@ -193,6 +193,24 @@ def test_passes_equal_inference_step_by_step(target: Checkpoint) -> None:
             reference = step_by_step(head, tokens[row], hidden[row], start, 4)
             for k, expected in enumerate(reference):
                 torch.testing.assert_close(states[k][row, start + k], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_slots_that_do_not_count_change_no_gradient(
+    target: Checkpoint, data: Store, monkeypatch: Any
+) -> None:
+    head = tiny_head(target)
+    slot_of = np.append(np.where(np.arange(256) < 200, np.arange(256), -1), -1).astype(np.int32)
+    batch = make_batch(records_of(data)[:4], slot_of, np.array([0, 0.5, 1.0], np.float32), 256)
+    found = []
+    for use_all in (False, True):
+        if use_all:
+            monkeypatch.setattr(loss, "needed_slots", lambda batch, steps: None)
+        head.zero_grad()
+        total, _ = loss_of(head, batch, LossOptions())
+        total.backward()
+        found.append([parameter.grad.clone() for parameter in head.parameters()])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
 def make_trainer(target: Checkpoint, data: Store, **options: Any) -> Trainer:

@@ -57,7 +57,7 @@ def _parser() -> Parser:
     add("--optimizer", choices=("muon", "adamw"), default="muon")
     add("--batch-tokens", type=int, default=2048, help="of an update (default: %(default)s)")
     add("--question-weight", type=float, default=0.5, help="of tokens in questions that the model wrote")
-    add("--start", choices=("residual", "layer"), default="residual", help="of the block's outputs")
+    add("--start", choices=("residual", "layer", "identity"), default="residual", help="first weights")
     add("--seed", type=int, default=0)
     add("--workers", type=int, default=1, help="processes that generate, of one thread each if several")
     add("--places", type=int, default=64, help="conversations in a batch (default: %(default)s)")

@@ -34,10 +34,21 @@ def target_distribution(batch: Batch, options: LossOptions) -> tuple[Tensor, Ten
     return batch.top_ids.clamp(min=0), probabilities
 
 
+def needed_slots(batch: Batch, num_steps: int) -> Tensor:
+    """Slots whose states count for the loss, or feed those of the next passes that do."""
+    counts = batch.weights > 0
+    needed = counts.clone()
+    for behind in range(1, num_steps):
+        needed[:, :-behind] |= counts[:, behind:]
+    return needed
+
+
 def loss_of(head: MTPHead, batch: Batch, options: LossOptions) -> tuple[Tensor, list[float]]:
     """The mean loss of a batch, and the cross-entropy of each step."""
     ids, probabilities = target_distribution(batch, options)
-    states = head.passes(batch.tokens, batch.hidden, options.num_steps)
+    states = head.passes(
+        batch.tokens, batch.hidden, options.num_steps, needed_slots(batch, options.num_steps)
+    )
     total = torch.zeros((), device=batch.hidden.device)
     parts = []
     for k, state in enumerate(states):

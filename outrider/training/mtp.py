@@ -112,11 +112,14 @@ class MTPHead(nn.Module):
         a, b = x.float().chunk(2, -1)
         return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(self.compute)
 
-    def passes(self, tokens: Tensor, hidden: Tensor, count: int) -> list[Tensor]:
+    def passes(
+        self, tokens: Tensor, hidden: Tensor, count: int, needed: Tensor | None = None
+    ) -> list[Tensor]:
         """The module's states [B, L, H], before the final norm, of passes 1 .. count.
 
         `tokens` [B, L]; `hidden` [B, L, H] is the target's at each token. A padded end does no harm: nothing
-        before it sees it. Pass k means nothing at the first k-1 slots.
+        before it sees it. Pass k means nothing at the first k-1 slots. States that nobody needs, by the mask
+        `needed` [B, L], are not worked out in full; those must have their keys alone.
         """
         embedded = self._linear(self._norm(self.embedding[tokens], "emb_norm"), "embed_proj").float()
         angles = torch.arange(tokens.shape[1], device=tokens.device)[:, None] * self.inv_freq
@@ -128,11 +131,15 @@ class MTPHead(nn.Module):
             previous = F.pad(previous[:, :-1], (0, 0, 1, 0))  # slot j is fed the state of slot j-1
             x = embedded + self._linear(self._norm(previous, "hidden_norm"), "hidden_proj")
             x = x + self._attend(self._norm(x, "attn_norm"), rotation, cache)
-            normed = self._norm(x, "mlp_norm")
-            x = x + self._linear(F.silu(self._linear(normed, "gate")) * self._linear(normed, "up"), "down")
+            x = x + self._mlp(self._norm(x, "mlp_norm"), needed)
             states.append(x)
             previous = x
         return states
+
+    def _mlp(self, normed: Tensor, needed: Tensor | None) -> Tensor:
+        rows = normed if needed is None else normed[needed]
+        out = self._linear(F.silu(self._linear(rows, "gate")) * self._linear(rows, "up"), "down")
+        return out if needed is None else torch.zeros_like(normed).index_put((needed,), out)
 
     def _attend(
         self, normed: Tensor, rotation: tuple[Tensor, Tensor], cache: list[tuple[Tensor, Tensor]]
@@ -221,6 +228,14 @@ def start_from_layer(
 
 
 @torch.no_grad()
+def start_as_sum(head: MTPHead) -> None:
+    """Start the projection as the sum of its two inputs."""
+    width = head.config.hidden_size
+    head.embed_proj.copy_(torch.eye(width))
+    head.hidden_proj.copy_(torch.eye(width))
+
+
+@torch.no_grad()
 def start_projection(head: MTPHead, documents: Sequence[tuple[Tensor, Tensor]], ridge: float = 1e-3) -> float:
     """Start the projection where it best guesses h_j from (t_j, h_(j-1)) by least squares.
 
@@ -259,7 +274,7 @@ def head_settings(head: MTPHead, model: ModelConfig, **more: Any) -> dict[str, A
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
         "rms_norm_eps": config.rms_eps,
-        "rope_theta": round(base, 3),
+        "rope_theta": float(f"{base:.5g}"),  # float32 says no more
         "hidden_source": config.hidden_source,
         "target_model_type": model.architecture,
         "draft_vocab_size": len(head.token_ids),

@@ -24,7 +24,14 @@ from outrider.training.data import Generator, Record, Store, generate
 from outrider.training.evaluate import Acceptance, measure
 from outrider.training.export import write_head
 from outrider.training.loss import LossOptions
-from outrider.training.mtp import HeadConfig, MTPHead, head_settings, start_from_layer, start_projection
+from outrider.training.mtp import (
+    HeadConfig,
+    MTPHead,
+    head_settings,
+    start_as_sum,
+    start_from_layer,
+    start_projection,
+)
 from outrider.training.prompts import PromptSource
 from outrider.training.trainer import Trainer, TrainOptions
 
@@ -56,7 +63,7 @@ class Options:
     vocab: int = 8192
     batch_tokens: int = 2048
     question_weight: float = 0.5
-    start: str = "residual"  # the block's outputs begin at nothing; or "layer": at the last layer's
+    start: str = "residual"  # or "layer" or "identity": see `_start`
     compute: str = "auto"
     device: str = "auto"
     resume: bool = False
@@ -240,10 +247,16 @@ def _has_fast_bf16(device: str) -> bool:
 
 
 def _start(head: MTPHead, checkpoint: Checkpoint, corpus: Corpus, options: Options) -> None:
+    """The first weights: the block is the target's last layer, its projection a least-squares guess of the
+    hidden state. That is better left alone at first, so by default the block's outputs begin at nothing.
+    """
     prefix = f"layers.{checkpoint.config.num_layers - 1}."
     names = ("attn_norm", "q", "k", "v", "o", "mlp_norm", "gate", "up", "down")
     layer = {name: _matrix(checkpoint, prefix + name) for name in names}
     start_from_layer(head, layer, _matrix(checkpoint, "norm"), residual=options.start == "residual")
+    if options.start == "identity":
+        start_as_sum(head)
+        return
     documents = [
         (torch.from_numpy(record.tokens.astype(np.int64)), torch.from_numpy(record.hidden))
         for record in corpus.records[:_START_DOCUMENTS]
