@@ -125,25 +125,28 @@ def test_free_drafts_that_do_the_work_keep_the_model_from_running() -> None:
         assert (steps > 0) == is_drafted
 
 
-def test_text_that_nobody_foresees_is_looked_at_less_often_until_somebody_is_right() -> None:
-    controller = World().controller()
+def test_looking_for_drafts_is_done_less_often_where_it_takes_more_than_it_gains() -> None:
+    controller = World(step=like_gpu).controller()
     looks: list[int] = []
 
     def step(number: int, token: int) -> None:
         """A free source that always says 7 is asked unless the request rests; then comes `token`."""
-        if not controller.rests("r0"):
+        is_asked = not controller.rests("r0")
+        if is_asked:
             looks.append(number)
             controller.begin_round(1, 0, 0)
             controller.admit([Drafts.chain([7], [0.5], "ngram")], 1, 0, 0, ["r0"])
+        controller.observe_step(1, 0, 1.05 if is_asked else 1.0, 0.05 if is_asked else 0.0)
         controller.observe([Result("r0", [token])])
 
     for number in range(400):
         step(number, 1)
-    assert 40 < len(looks) < 100  # nearly all, a quarter, an eighth
+    assert 50 <= len(looks) < 150
+    assert len([number for number in looks if number >= 320]) == 10  # an eighth
     looks.clear()
-    for number in range(100):
+    for number in range(200):
         step(number, 7)
-    assert looks[0] < 8 and len(looks) > 92
+    assert len([number for number in looks if number >= 160]) == 40  # every time
 
 
 def test_requests_that_come_and_go_leave_nothing_behind() -> None:

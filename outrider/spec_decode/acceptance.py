@@ -122,8 +122,8 @@ class AcceptanceTable:
         shift = shifts.get(name) if shifts else None
         return source.factors, shift.factor if shift is not None else 1.0
 
-    def observe(self, drafts: Drafts, token_ids: Sequence[int], shifts: dict[str, RequestOdds]) -> bool:
-        """A request went on with these tokens after `drafts` had been proposed for it. Was any right?"""
+    def observe(self, drafts: Drafts, token_ids: Sequence[int], shifts: dict[str, RequestOdds]) -> None:
+        """A request went on with these tokens after `drafts` had been proposed for it."""
         drafted, parents, raws = drafts.token_ids, drafts.parents, drafts.survival
         reached = {-1: 0}  # node on the path that came true -> tokens up to it
         for node, parent in enumerate(parents):
@@ -137,7 +137,6 @@ class AcceptanceTable:
             self._count(drafts.source[node], guess, depth, was_accepted, shifts)
             if was_accepted:
                 reached[node] = depth + 1
-        return len(reached) > 1
 
     def _count(
         self, name: str, guess: float, depth: int, was_accepted: bool, shifts: dict[str, RequestOdds]

@@ -27,16 +27,15 @@ from outrider.spec_decode.proposer import NO_DRAFTS, Drafts, RequestView, Result
 class _Tracked:
     """What is kept of one request."""
 
-    __slots__ = ("num_empty", "num_fed", "num_idle", "proposal", "rest_left", "shifts", "was_asked")
+    __slots__ = ("num_empty", "num_fed", "num_looks", "proposal", "shifts", "value")
 
-    def __init__(self) -> None:
+    def __init__(self, value: float) -> None:
         self.proposal = NO_DRAFTS  # of the last round, whatever was admitted of it
         self.shifts: dict[str, RequestOdds] = {}  # by source
         self.num_fed = 0  # its length when a model last drafted for it
         self.num_empty = 0  # times in a row that the model was asked and gave nothing
-        self.was_asked = False  # in the last round
-        self.num_idle = 0  # rounds in a row in which no draft was right
-        self.rest_left = 0  # rounds in which nothing is drafted
+        self.num_looks = 0  # rounds in which it was drafted for
+        self.value = value  # what that gained lately, a round: tokens, less the time of their rows
 
 
 class _Round:
@@ -58,8 +57,11 @@ class Controller:
     """Chooses what is drafted by a model and which proposed nodes are verified."""
 
     NUM_REMEMBERED = 64  # decisions, for people to look at
-    IDLE, REST = 8, 3  # rounds in a row without a right draft; rounds of rest after each further one
-    LONG_IDLE, LONG_REST = 32, 7
+    USUAL_RATE = 0.02  # and in what it gains in general
+    FIRST_LOOKS = 4  # rounds in which a request is drafted for in any case
+    PERIOD = 8  # steps between two looks where they do not pay
+    VALUE_RATE = 0.15  # weight of a round in what looking gains and takes
+    MOST_LOOK_COST = 1.0  # tokens; an interruption by the machine is not what looking takes
     MOST_FED = 512  # tokens of a request that a model is fed in one step
     MOST_EMPTY = 8  # times in a row that a model may be asked for nothing, as it catches up with a prompt
     PLAIN_CONTEXT = 128  # of the step that drafting costs are guessed from
@@ -88,7 +90,11 @@ class Controller:
         self._model_steps = ModelSteps(cost, self._draft_cost, max_model_steps)
         self._requests: dict[str, _Tracked] = {}
         self._is_speculating = False
-        self._num_rounds = 0
+        self._num_rounds = self._num_steps = 0
+        self._price = 0.0  # of a row that was admitted last, in tokens
+        self._num_looked_for = 0  # requests, in this step
+        self._usual_value = 1.0  # of looking, over all requests: what new ones begin with
+        self._look_cost = 0.0  # of drafting for a request without its model, in tokens
         self._round = _Round(0, 0, 0)
         self.model_seconds = 0.0  # of this round's drafting, the part that ran a model
         self._decisions: deque[tuple[int, int, int, int, float]] = deque(maxlen=self.NUM_REMEMBERED)
@@ -96,13 +102,13 @@ class Controller:
     # --- before drafting ---
 
     def rests(self, request_id: str) -> bool:
-        """Whether nothing is to be drafted for a request in this round. Text that nobody foresees is looked
-        at less often, because looking takes time too; whoever is right once ends that."""
+        """Whether nothing is to be drafted for a request in this step. Looking for drafts takes time too:
+        where it gains less than it takes, it is done in every PERIOD-th step only, for all such requests
+        in the same one."""
         tracked = self._requests.get(request_id)
-        if tracked is None or not tracked.rest_left:
+        if tracked is None or tracked.value >= self._look_cost or tracked.num_looks < self.FIRST_LOOKS:
             return False
-        tracked.rest_left -= 1
-        return True
+        return self._num_steps % self.PERIOD > 0 and not self._model_steps.is_probing(request_id)
 
     def begin_round(self, num_requests: int, other_rows: int, context: int) -> None:
         """Drafting for a step begins: `num_requests` will get a token without drafts, `other_rows` are rows
@@ -151,7 +157,7 @@ class Controller:
     def _track(self, request_id: str) -> _Tracked:
         tracked = self._requests.get(request_id)
         if tracked is None:
-            tracked = self._requests[request_id] = _Tracked()
+            tracked = self._requests[request_id] = _Tracked(self._usual_value)
         return tracked
 
     # --- after drafting ---
@@ -169,17 +175,18 @@ class Controller:
         The numbers are those of `begin_round`; `request_ids` name the requests proposed for, so that each
         is judged by its own record.
         """
+        self._num_looked_for = len(request_ids)
         if self._round.steps:
             self._end_model_drafting(proposals, request_ids)
         num_proposed = sum(map(len, proposals))
         if not self._adaptive or num_proposed == 0:
-            for name in request_ids:
-                self._track(name).was_asked = True
+            self._note_values(request_ids, [0.0] * len(request_ids))
             return list(proposals)
         alive = self._calibrated(proposals, request_ids)
         if len(proposals) == 1 and proposals[0].is_chain:
             # Survival only falls along a chain: it is in order as it stands.
             num = self._best_number(alive[0], num_proposed, num_requests, other_rows, context)
+            self._note_values(request_ids, [sum(alive[0][:num]) - num * self._price])
             return [proposals[0].first(num) if num else NO_DRAFTS]
         # Of equals the parent comes first, as its index is lower.
         ordered = [(-value, i, node) for i, values in enumerate(alive) for node, value in enumerate(values)]
@@ -187,9 +194,19 @@ class Controller:
         survival = [-entry[0] for entry in ordered]
         num = self._best_number(survival, num_proposed, num_requests, other_rows, context)
         chosen: list[list[int]] = [[] for _ in proposals]
-        for _, i, node in ordered[:num]:
+        values = [0.0] * len(proposals)
+        for negative, i, node in ordered[:num]:
             chosen[i].append(node)
+            values[i] -= negative + self._price
+        self._note_values(request_ids, values)
         return [_part(drafts, nodes) for drafts, nodes in zip(proposals, chosen, strict=True)]
+
+    def _note_values(self, request_ids: Sequence[str], values: Sequence[float]) -> None:
+        for name, value in zip(request_ids, values, strict=False):
+            tracked = self._track(name)
+            tracked.num_looks += 1
+            tracked.value += self.VALUE_RATE * (value - tracked.value)
+            self._usual_value += self.USUAL_RATE * (value - self._usual_value)
 
     def _calibrated(self, proposals: Sequence[Drafts], request_ids: Sequence[str]) -> list[list[float]]:
         calibrate = self._table.calibrate
@@ -197,9 +214,8 @@ class Controller:
             return [calibrate(drafts) for drafts in proposals]
         result: list[list[float]] = []
         for name, drafts in zip(request_ids, proposals, strict=True):
-            tracked = self._track(name)
-            tracked.was_asked = True
             if drafts.token_ids:
+                tracked = self._track(name)
                 tracked.proposal = drafts
                 result.append(calibrate(drafts, tracked.shifts))
             else:
@@ -247,6 +263,7 @@ class Controller:
         if best <= needed:
             chosen, best = 0, plain
         self._is_speculating = chosen > 0
+        self._price = best * (seconds[base + chosen] - seconds[base]) / chosen if chosen else 0.0
         gain = best * (seconds[base] + requests) / num_requests
         self._model_steps.observe_admission(gain, chosen)
         self._remember(num_requests, num_nodes, chosen, gain)
@@ -260,18 +277,13 @@ class Controller:
 
     def observe(self, results: Sequence[ResultView]) -> None:
         """Learn what became of the last proposals, verified or not."""
+        self._num_steps += 1
+        self._num_looked_for = 0
         for result in results:
             tracked = self._requests.get(result.request_id)
-            if tracked is None or not tracked.was_asked or not result.token_ids:
-                continue
-            was_right = False
-            if tracked.proposal.token_ids:
-                was_right = self._table.observe(tracked.proposal, result.token_ids, tracked.shifts)
+            if tracked is not None and tracked.proposal.token_ids and result.token_ids:
+                self._table.observe(tracked.proposal, result.token_ids, tracked.shifts)
                 tracked.proposal = NO_DRAFTS
-            tracked.was_asked = False
-            tracked.num_idle = 0 if was_right else tracked.num_idle + 1
-            if tracked.num_idle >= self.IDLE and not self._model_steps.is_probing(result.request_id):
-                tracked.rest_left = self.REST if tracked.num_idle < self.LONG_IDLE else self.LONG_REST
 
     def observe_step(
         self,
@@ -284,8 +296,13 @@ class Controller:
     ) -> None:
         """A step with this many rows took so long from planning to drafting, drafting included. It stands for
         `weight` steps."""
-        self._cost.observe(rows, context, seconds - drafting_seconds, num_requests)
+        without = seconds - drafting_seconds
+        self._cost.observe(rows, context, without, num_requests)
         self._model_steps.earn(weight * seconds)
+        if self._num_looked_for and without > 0.0:
+            looking = max(drafting_seconds - self.model_seconds, 0.0) / self._num_looked_for
+            cost = min(looking * num_requests / without, self.MOST_LOOK_COST)
+            self._look_cost += self.VALUE_RATE * (cost - self._look_cost)
         self.model_seconds = 0.0
 
     def forget(self, request_id: str) -> None:
@@ -296,6 +313,11 @@ class Controller:
     def stats(self) -> dict[str, Any]:
         stats: dict[str, Any] = {
             "adaptive": self._adaptive,
+            "look_cost_tokens": round(self._look_cost, 5),
+            "resting_requests": sum(
+                one.value < self._look_cost and one.num_looks >= self.FIRST_LOOKS
+                for one in self._requests.values()
+            ),
             "cost": self._cost.stats(),
             "acceptance": self._table.stats(),
             "decisions": [
