@@ -322,16 +322,10 @@ void SuffixTree::draw_tree(Locus at, Task& task) const {
 SuffixDraft SuffixTree::propose(const int32_t* tail, size_t size, size_t num_after, int longest, int limit,
                                 bool branches, const SuffixScoring& scoring) const {
   SuffixDraft best;
-  int64_t last_count = 0;
-  int tried = 0;
-  for (int match = longest; match > 0 && tried < kMostMatches; --match) {
+  int match = longest;
+  for (int tried = 0; match > 0 && tried < kMostMatches; ++tried) {
     Locus at;
-    if (!locate(tail + size - match, static_cast<size_t>(match), at)) continue;
-    const int64_t count = nodes_[at.node].count;
-    // A shorter match that was seen no more often is followed by the same tokens.
-    if (count == last_count) continue;
-    last_count = count;
-    ++tried;
+    if (!locate(tail + size - match, static_cast<size_t>(match), at)) break;
     const float most = scoring.spec_factor * static_cast<float>(match);
     const int allowed = most < static_cast<float>(limit) ? std::max(1, static_cast<int>(most)) : limit;
     Task task{tail + size - num_after, num_after, match, allowed, scoring, {}};
@@ -339,8 +333,26 @@ SuffixDraft SuffixTree::propose(const int32_t* tail, size_t size, size_t num_aft
     if (branches) draw_tree(at, task);
     else draw_chain(at, task);
     if (task.draft.score > best.score) best = std::move(task.draft);
+    match = more_frequent(tail + size, match, nodes_[at.node].count);
   }
   return best;
+}
+
+// The longest match below `match` that was seen more often than `count`: one seen no more often is followed by the
+// same tokens. Counts grow as matches get shorter, so that its length is found by halving. 0: there is none.
+int SuffixTree::more_frequent(const int32_t* end, int match, int64_t count) const {
+  int same = match, step = 1;
+  while (same > step && this->count(end - (same - step), static_cast<size_t>(same - step)) == count) {
+    same -= step;
+    step *= 2;
+  }
+  int more = std::max(same - step, 0);
+  while (same - more > 1) {
+    const int middle = (same + more) / 2;
+    if (this->count(end - middle, static_cast<size_t>(middle)) == count) same = middle;
+    else more = middle;
+  }
+  return more;
 }
 
 // --- checks ---

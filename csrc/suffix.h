@@ -113,6 +113,7 @@ class SuffixTree {
   void unlink(int32_t node);
   void link_first(int32_t node);
   int32_t new_node(const Node& node);
+  int more_frequent(const int32_t* end, int match, int64_t count) const;
   bool next_step(Locus at, int32_t last, int context, const Task& task, Step& step) const;
   bool beyond_end(Locus at, int32_t last, const Task& task, int32_t& token) const;
   void draw_chain(Locus at, Task& task) const;
