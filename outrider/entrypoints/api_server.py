@@ -41,6 +41,14 @@ logger = logging.getLogger(__name__)
 # How long a server without an engine still answers (503), so that clients and probes see why.
 LINGER_S = 2.0
 
+# On every answer: browsers guess no types, tell no addresses and let no other site embed it.
+HEADERS = [
+    ("x-content-type-options", "nosniff"),
+    ("referrer-policy", "no-referrer"),
+    ("cross-origin-resource-policy", "same-origin"),
+    ("x-frame-options", "DENY"),
+]
+
 
 def main(arguments: Sequence[str]) -> int:
     """`outrider serve`."""
@@ -232,7 +240,7 @@ def _make_server(configuration: Configuration) -> tuple[ServerState, uvicorn.Ser
     config = uvicorn.Config(
         create_app(state), http=HttpProtocol, ws="none", lifespan="off",
         log_config=None, log_level="warning", access_log=False,
-        server_header=False, timeout_keep_alive=60, timeout_graceful_shutdown=5,
+        server_header=False, timeout_keep_alive=60, timeout_graceful_shutdown=5, headers=HEADERS,
     )  # fmt: skip
     return state, Server(config)
 

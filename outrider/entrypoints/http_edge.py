@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import hmac
 import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,7 @@ logger = logging.getLogger(__name__)
 OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/version", "/openapi.json"}) | page.PATHS
 GENERATION_PATHS = ("/v1/chat/completions", "/v1/completions")
 BODY_TIMEOUT = 60.0  # seconds without a byte of a body that was announced
+BODY_TOTAL_TIMEOUT = 300.0  # seconds that a body may take
 
 
 def add_edge(app: FastAPI, keys: tuple[str, ...], count_failure: Callable[[str], None]) -> None:
@@ -54,8 +56,9 @@ async def read_body(request: Request, limit: int) -> bytes:
     size = 0
     declared = request.headers.get("content-length", "0")
     too_large = declared.isdecimal() and int(declared) > limit
+    end = time.monotonic() + BODY_TOTAL_TIMEOUT
     while size <= 16 * limit:
-        message = await _next_part(request)
+        message = await _next_part(request, min(BODY_TIMEOUT, end - time.monotonic()))
         if message["type"] == "http.disconnect":
             raise ClientGoneError()
         size += len(message.get("body", b""))
@@ -72,23 +75,29 @@ async def read_body(request: Request, limit: int) -> bytes:
     return b"".join(chunks)
 
 
-async def _next_part(request: Request) -> Any:
+async def _next_part(request: Request, timeout: float) -> Any:
     try:
-        return await asyncio.wait_for(request.receive(), BODY_TIMEOUT)
+        return await asyncio.wait_for(request.receive(), timeout)
     except asyncio.TimeoutError:
-        raise ApiError(
-            408, f"no more of the request body came for {BODY_TIMEOUT:g} s", code="body_timeout"
-        ) from None
+        message = f"the request body took too long: at most {BODY_TIMEOUT:g} s may pass without any of it"
+        raise ApiError(408, message, code="body_timeout") from None
 
 
 class KeyCheck:
-    """Refuses requests without one of the keys. Plain ASGI: it costs a stream nothing."""
+    """Refuses what other web sites send, and requests without one of the keys.
+
+    Plain ASGI: it costs a stream nothing.
+    """
 
     def __init__(self, app: Any, keys: tuple[str, ...]) -> None:
         self._app = app
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http" and scope["method"] == "POST" and _is_from_another_site(scope):
+            error = ApiError(403, "web pages of other sites may not use this server", code="cross_site")
+            await error_response(error)(scope, receive, send)
+            return
         if (
             scope["type"] == "http"
             and self._digests
@@ -111,6 +120,12 @@ class KeyCheck:
         # Every key is compared, so that the time tells nothing.
         found = [hmac.compare_digest(digest, known) for known in self._digests]
         return scheme.lower() == b"bearer" and any(found)
+
+
+def _is_from_another_site(scope: Any) -> bool:
+    """Whether a browser says so. It would keep the answer from the page, but the work would be done."""
+    site = next((value for name, value in scope["headers"] if name == b"sec-fetch-site"), b"")
+    return site in (b"cross-site", b"same-site")
 
 
 async def _on_client_gone(request: Request, error: Exception) -> Response:

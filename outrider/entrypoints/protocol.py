@@ -18,6 +18,7 @@ from outrider.entrypoints.messages import MAX_TOOLS, Message, TextPart, Tool, To
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
+MAX_BIASED_TOKENS = 1024
 
 # Fields of the OpenAI API and its dialects that this version does not serve -> values that ask for nothing.
 UNSERVED: dict[str, tuple[Any, ...]] = {
@@ -98,12 +99,14 @@ class GenerationRequest(WireModel):
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1)] | None = None
-    stop: str | list[StopString] | None = None
+    stop: Annotated[str, Field(max_length=MAX_STOP_LENGTH)] | list[StopString] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: Annotated[
+        dict[str, Annotated[float, Field(ge=-100, le=100)]] | None, Field(max_length=MAX_BIASED_TOKENS)
+    ] = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
     include_stop_str_in_output: bool | None = None
@@ -115,7 +118,7 @@ class GenerationRequest(WireModel):
     user: str | None = None
     return_token_ids: bool | None = None
     prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
-    cache_salt: str | None = None
+    cache_salt: Annotated[str, Field(max_length=1024)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     speculation: Literal["off"] | Speculation | None = None
     prediction: Prediction | None = None
