@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,22 +51,46 @@ def test_each_prompt_may_have_its_own_parameters(llm: LLM) -> None:
         llm.generate(["a", "b"], [GREEDY])
 
 
-def test_predictions_save_steps_and_change_nothing(llm: LLM) -> None:
-    params = SamplingParams(temperature=0, max_tokens=40)
-    plain = llm.generate(["The capital of France is", "One fine day"], params)
-    right = plain[0].text
-    half = llm.tokenizer.encode(right)[:12] + llm.tokenizer.encode(" or so they say,")
-    predicted = llm.generate(["The capital of France is", "One fine day"], params, predictions=[right, None])
-    wrong = llm.generate("The capital of France is", params, predictions=[half])
-    assert [c.token_ids for c in predicted] == [c.token_ids for c in plain]
-    assert wrong[0].token_ids == plain[0].token_ids
-    assert predicted[0].speculation["steps"] < plain[0].speculation["steps"] / 2
-    assert predicted[0].speculation["by_source"]["predicted"]["accepted_tokens"] > 20
-    assert "predicted" not in predicted[1].speculation["by_source"]
-    with pytest.raises(ValueError, match="1 prompts need a list of as many predictions"):
-        llm.generate("Hello", params, predictions=["a", "b"])
-    with pytest.raises(ValueError, match="prediction_token_ids must hold token ids in"):
-        llm.generate("Hello", params, predictions=[[-1]])
+def test_predictions_save_steps_and_change_nothing(builtin_model: Path) -> None:
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    prompts = ["The capital of France is", "One fine day"]
+    with LLM(
+        str(builtin_model), max_model_len=256, num_kv_blocks=32, max_num_seqs=2,
+        speculative_config={"method": "ngram", "adaptive": False},
+    ) as llm:  # fmt: skip
+        plain = llm.generate(prompts, params)
+        right = plain[0].text
+        half = llm.tokenizer.encode(right)[:12] + llm.tokenizer.encode(" or so they say,")
+        predicted = llm.generate(prompts, params, predictions=[right, None])
+        wrong = llm.generate(prompts[0], params, predictions=[half])
+        assert [c.token_ids for c in predicted] == [c.token_ids for c in plain]
+        assert wrong[0].token_ids == plain[0].token_ids
+        assert predicted[0].speculation["steps"] < plain[0].speculation["steps"] * 2 / 3
+        assert predicted[0].speculation["by_source"]["predicted"]["accepted_tokens"] > 20
+        assert "predicted" not in predicted[1].speculation["by_source"]
+        with pytest.raises(ValueError, match="1 prompts need a list of as many predictions"):
+            llm.generate("Hello", params, predictions=["a", "b"])
+        with pytest.raises(ValueError, match="prediction_token_ids must hold token ids in"):
+            llm.generate("Hello", params, predictions=[[-1]])
+
+
+def test_past_outputs_survive_in_a_file_and_a_damaged_one_is_refused(
+    builtin_model: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "drafts"
+    options: dict[str, Any] = {"max_model_len": 256, "num_kv_blocks": 32, "max_num_seqs": 2}
+    options["speculative_config"] = {"method": "suffix", "draft_memory_file": str(file), "adaptive": False}
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    with LLM(str(builtin_model), **options) as first:
+        (before,) = first.generate("Rivers are", params)
+    assert file.stat().st_size > 100
+    with LLM(str(builtin_model), **options) as second:
+        (after,) = second.generate("Rivers are", params)
+    assert after.token_ids == before.token_ids
+    assert after.speculation["steps"] < before.speculation["steps"] / 2
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ConfigError, match=r"drafts is damaged \(its checksum differs"):
+        LLM(str(builtin_model), **options)
 
 
 def test_chat_uses_the_template(llm: LLM) -> None:

@@ -90,6 +90,12 @@ def test_merge_shares_prefixes_and_credits_the_first() -> None:
     assert drafts.survival[3] == pytest.approx(0.8 * 0.8 * 0.7 * 0.2)
 
 
+def test_a_prediction_is_credited_with_what_others_drafted_too() -> None:
+    sources = {"predicted": Source("predicted", [1, 2], 0.5), "suffix": Source("suffix", [1, 2, 3], 0.9)}
+    drafts = ask(Plan(sources, branches=True))
+    assert drafts.token_ids == (1, 2, 3) and drafts.source == ("predicted", "predicted", "suffix")
+
+
 def test_merge_drops_the_least_likely_nodes() -> None:
     plan = Plan(
         {"a": Source("a", [1, 2, 3], 0.8), "b": Source("b", [7, 8], 0.6)}, branches=True, most_nodes=4

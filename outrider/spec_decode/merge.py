@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from outrider.spec_decode.predicted import SOURCE as PREDICTED
 from outrider.spec_decode.proposer import NO_DRAFTS, Drafts
 
 
@@ -13,7 +14,8 @@ def expected_tokens(drafts: Drafts) -> float:
 
 
 def merge(proposals: Sequence[Drafts], limit: int) -> Drafts:
-    """One tree of at most `limit` nodes; shared prefixes are shared nodes, credited to the first proposal.
+    """One tree of at most `limit` nodes; shared prefixes are shared nodes, credited to the first proposal, or
+    to the client's prediction: it is told what became of that.
 
     The first proposal's nodes come first, so its chain stays in place. A node beside others under the same
     parent can only be right where they are wrong, so its chance is scaled by what they leave. When the
@@ -45,6 +47,8 @@ def merge(proposals: Sequence[Drafts], limit: int) -> Drafts:
                 parents.append(parent)
                 survival.append(chance * _alive(survival, parent))
                 source.append(drafts.source[i])
+            elif drafts.source[i] == PREDICTED:
+                source[known] = PREDICTED
             places.append(known)
     merged = Drafts(tuple(tokens), tuple(parents), tuple(survival), tuple(source))
     if len(tokens) <= limit:
