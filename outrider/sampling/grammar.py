@@ -194,6 +194,17 @@ class GrammarMatcher:
                 break
         return found
 
+    def choices(self, after: Sequence[int], most: int) -> list[int]:
+        """The tokens that can follow `after` (which is allowed) and do not end the text, if there are no more
+        than `most`; else none."""
+        mask = self._mask_after(tuple(after))
+        words = np.flatnonzero(mask).tolist()
+        if len(words) > most + len(self._grammar.eos_ids):
+            return []
+        found = [32 * word + bit for word in words for bit in range(32) if int(mask[word]) >> bit & 1]
+        found = [token_id for token_id in found if token_id not in self._grammar.eos_ids]
+        return found if len(found) <= most else []
+
     def _mask_after(self, path: Path) -> Mask:
         mask = self._masks.get(path)
         if mask is None:

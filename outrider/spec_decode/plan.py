@@ -23,7 +23,7 @@ from typing import Any, Protocol, TypeVar
 from outrider.config import SpeculativeConfig
 from outrider.config_fields import ConfigError
 from outrider.spec_decode.grammar import SOURCE as GRAMMAR
-from outrider.spec_decode.grammar import GrammarProposer, allowed_part, matcher_of
+from outrider.spec_decode.grammar import GrammarProposer, in_grammar, matcher_of
 from outrider.spec_decode.merge import expected_tokens, merge
 from outrider.spec_decode.proposer import (
     MOST_DRAFT_TOKENS,
@@ -77,6 +77,7 @@ class Plan:
         append: Append | None = None,
         branches: bool = False,
         most_nodes: int = 256,
+        vocab_size: int = 2**31 - 1,
     ) -> None:
         """`branches`: several drafts may become a tree of `most_nodes`, instead of the best of them."""
         self.free = free
@@ -87,6 +88,7 @@ class Plan:
         self._append = append
         self._branches = branches
         self._most_nodes = most_nodes
+        self._vocab_size = vocab_size
         self._num_errors: dict[str, int] = {}
 
     # --- the three verbs ---
@@ -162,7 +164,7 @@ class Plan:
                 if len(drafts) > limit:
                     raise ValueError(f"at most {limit} draft tokens are allowed here, got {len(drafts)}")
                 if drafts.token_ids:
-                    drafts.check(2**31)
+                    drafts.check(self._vocab_size)
             return proposals
 
         return self._guarded(name, ask, [NO_DRAFTS] * len(requests))
@@ -195,7 +197,7 @@ class Plan:
         asked = [i for i, n in enumerate(steps) if n]
         some = [requests[i] for i in asked]
         model.choose_model_steps = lambda requests, drafts: [steps[i] for i in asked]
-        proposals = self._ask(name, model, some, [min(steps[i], limits[i]) for i in asked])
+        proposals = self._ask(name, model, some, [limits[i] for i in asked])
         drafted = [NO_DRAFTS] * len(requests)
         for i, drafts in zip(asked, proposals, strict=True):
             drafted[i] = self._appended(requests[i], drafts, limits[i])
@@ -228,37 +230,12 @@ class Plan:
                 mine[:] = [drafts for drafts in allowed if drafts.token_ids]
 
     def _in_grammar(self, request: RequestView, drafts: Drafts, limit: int) -> Drafts:
-        if matcher_of(request) is None or not drafts.token_ids:
+        if matcher_of(request) is None:
             return drafts
-        drafts = self._guarded(GRAMMAR, lambda: allowed_part(request, drafts), NO_DRAFTS)
-        # What must come, what a free source thinks comes then, and what must come after that.
-        for name in (GRAMMAR, *[name for name in self.free if name != GRAMMAR][-1:], GRAMMAR):
-            source = self.free.get(name)
-            if source is not None and drafts.token_ids and drafts.is_chain:
-                drafts = self._continued(request, drafts, limit, name, source)
-        return drafts
-
-    def _continued(
-        self, request: RequestView, drafts: Drafts, limit: int, name: str, source: FreeSource
-    ) -> Drafts:
-        """The chain with what `source` says of the text after it, as far as the grammar allows that."""
-        room = limit - len(drafts)
-        if room <= 0 or (name != GRAMMAR and drafts.source[-1] != GRAMMAR):
-            return drafts
-        tail = self._guarded(
-            name, lambda: source.continue_after(request, drafts.token_ids, room).first(room), NO_DRAFTS
+        sources = self.free.items()
+        return self._guarded(
+            GRAMMAR, lambda: in_grammar(request, drafts, limit, sources, self._guarded), NO_DRAFTS
         )
-        if not tail.token_ids or not tail.is_chain:
-            return drafts
-        alive = drafts.survival[-1]
-        whole = Drafts.chain_of(
-            drafts.token_ids + tail.token_ids,
-            drafts.survival + tuple(alive * value for value in tail.survival),
-            drafts.source + tail.source,
-        )
-        if name == GRAMMAR:
-            return whole
-        return self._guarded(GRAMMAR, lambda: allowed_part(request, whole), drafts)
 
     def _combine(self, proposals: list[Drafts], limit: int) -> Drafts:
         if len(proposals) < 2:
@@ -296,7 +273,9 @@ def make_plan(config: SpeculativeConfig, parts: Parts) -> Plan:
     if model is not None and config.mtp_strategy == "with_ngram":
         append = Append("ngram", _ngram(config, limit), model[1].max_model_steps, limit)
     most_nodes = config.tree if isinstance(config.tree, int) else limit
-    return Plan(free, model, append=append, branches=branches, most_nodes=most_nodes)
+    return Plan(
+        free, model, append=append, branches=branches, most_nodes=most_nodes, vocab_size=parts.vocab_size
+    )
 
 
 def _free_sources(
@@ -306,7 +285,7 @@ def _free_sources(
 
     # A request that brings a grammar or a prediction gets drafts from it whatever the method.
     free: dict[str, FreeSource] = {
-        GRAMMAR: GrammarProposer(max_draft_tokens=limit),
+        GRAMMAR: GrammarProposer(max_draft_tokens=limit, branches=branches),
         "predicted": PredictedProposer(max_draft_tokens=limit),
     }
     if config.method == "ngram":
