@@ -24,6 +24,9 @@ class CheckpointError(ValueError):
 def map_file(path: str) -> mmap.mmap:
     """The file, mapped read-only; it must not be changed while it is in use."""
     try:
+        # Opening a pipe or a device may wait for ever, or never end.
+        if not os.path.isfile(path) and os.path.exists(path):
+            raise CheckpointError(f"{path}: cannot be opened: it is not a file")
         with open(path, "rb") as file:
             if os.fstat(file.fileno()).st_size == 0:
                 raise CheckpointError(f"{path}: the file is empty")
