@@ -108,7 +108,7 @@ def test_append_goes_on_with_an_ngram_tail_over_the_fresh_drafts() -> None:
     # FastDeploy's example: two tokens from the model, then up to three n-gram matches, five in all.
     text = [1, 2, 3, 4, 5, 6, 7, 8, 1, 2]
     model = Source("mtp", [3, 4, 30, 40], max_steps=2)
-    append = Append("ngram", NgramProposer(max_n=3, min_n=2), num_model_steps=2, max_tokens=5)
+    append = Append("ngram", NgramProposer(max_n=3, min_n=2), max_tokens=5)
     plan = Plan({}, ("mtp", model), append=append)
     (drafts,) = plan.propose([FakeRequest("a", text)], [9])
     assert drafts.token_ids == (3, 4, 5, 6, 7)
@@ -206,7 +206,7 @@ def test_a_tail_that_fails_leaves_the_head(caplog: pytest.LogCaptureFixture) -> 
         def continue_after(self, request: Any, after: Sequence[int], limit: int) -> Drafts:
             raise RuntimeError("no tail")
 
-    append = Append("ngram", Broken("ngram", []), num_model_steps=2, max_tokens=5)
+    append = Append("ngram", Broken("ngram", []), max_tokens=5)
     with caplog.at_level(logging.ERROR):
         assert ask(Plan({}, ("mtp", Source("mtp", [3, 4])), append=append)).token_ids == (3, 4)
     assert "the draft source ngram failed" in caplog.text
@@ -218,9 +218,9 @@ def test_a_tail_that_fails_leaves_the_head(caplog: pytest.LogCaptureFixture) -> 
 @pytest.mark.parametrize(
     ("config", "parts", "names"),
     [
-        ({}, {}, ["predicted", "suffix"]),
-        ({}, {"mtp": True}, ["predicted", "suffix", "mtp"]),
-        ({}, {"phrases": True}, ["predicted", "suffix", "phrases"]),
+        ({}, {}, ["predicted", "suffix", "ngram"]),
+        ({}, {"mtp": True}, ["predicted", "suffix", "ngram", "mtp"]),
+        ({}, {"phrases": True}, ["predicted", "suffix", "ngram", "phrases"]),
         ({"method": "suffix"}, {"mtp": True, "phrases": True}, ["predicted", "suffix"]),
         ({"method": "ngram"}, {}, ["predicted", "ngram"]),
         ({"method": "mtp"}, {"mtp": True}, ["predicted", "mtp"]),
@@ -247,8 +247,9 @@ def test_a_request_names_the_only_source_it_wants() -> None:
     for method, sources in (
         ("suffix", {"suffix"}),
         ("mtp", {"mtp"}),
-        ("auto", {"suffix", "mtp"}),
-        ("ngram", set()),
+        ("auto", {"ngram"}),  # it drafts what the trees do and more, enough to replace the model
+        ("ngram", {"ngram"}),
+        ("draft_model", set()),
     ):
         params = SamplingParams(speculation=SpeculationParams(method=method))
         (drafts,) = plan.propose([FakeRequest(method, text, params)], [8])

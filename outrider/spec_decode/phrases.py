@@ -20,8 +20,8 @@ from outrider.config_fields import ConfigError
 from outrider.spec_decode.proposer import NO_DRAFTS, Drafts, RequestView, ResultView, wants_source
 
 SOURCE = "phrases"
-MOST_NODES = 6  # of a request: what is less likely is not worth a look
-LEAST_SURVIVAL = 0.05
+MOST_NODES = 3  # of a request: what is less likely is not worth a look
+LEAST_SURVIVAL = 0.08
 _FORMAT = 1
 _LONGEST: int = _native.LONGEST_PHRASE
 

@@ -58,11 +58,10 @@ class ModelSource(Proposer, Protocol):
 
 @dataclass(frozen=True)
 class Append:
-    """A model's chain of up to `num_model_steps` tokens goes on with a free source's, to `max_tokens`."""
+    """A model's chain goes on with a free source's, to `max_tokens`."""
 
     name: str
     source: FreeSource
-    num_model_steps: int
     max_tokens: int
 
 
@@ -271,7 +270,7 @@ def make_plan(config: SpeculativeConfig, parts: Parts) -> Plan:
             model = (name, make())  # type: ignore[assignment]
     append = None
     if model is not None and config.mtp_strategy == "with_ngram":
-        append = Append("ngram", _ngram(config, limit), model[1].max_model_steps, limit)
+        append = Append("ngram", _ngram(config, limit), limit)
     most_nodes = config.tree if isinstance(config.tree, int) else limit
     return Plan(
         free, model, append=append, branches=branches, most_nodes=most_nodes, vocab_size=parts.vocab_size
@@ -288,10 +287,11 @@ def _free_sources(
         GRAMMAR: GrammarProposer(max_draft_tokens=limit, branches=branches),
         "predicted": PredictedProposer(max_draft_tokens=limit),
     }
-    if config.method == "ngram":
-        free["ngram"] = _ngram(config, limit)
     if config.method in ("suffix", "auto"):
         free["suffix"] = _suffix(config, parts, limit, branches)
+    # Beside the trees, whose drafts are as long as their matches, it drafts far ahead where text is copied.
+    if config.method in ("ngram", "auto"):
+        free["ngram"] = _ngram(config, limit)
     if config.method == "auto" and parts.phrases is not None:
         phrases = parts.phrases(branches)
         if phrases is not None:
