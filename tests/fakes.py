@@ -382,7 +382,7 @@ class ScriptedProposer:
             right = depth < len(answer) and rng.random() < self.hit
             tokens.append(answer[depth] if right else rng.randrange(4))
             twin = i > 0 and parents[i] == parents[i - 1]
-            if twin and rng.random() < 0.5 and depth < len(answer):  # the right one comes late, or twice
+            if twin and rng.random() < 0.7 and depth < len(answer):  # the right one comes late, or twice
                 tokens[i], tokens[i - 1] = answer[depth], rng.choice([answer[depth], rng.randrange(4)])
         if self.misbehave and tokens and rng.random() < 0.2:
             tokens[-1] = rng.choice([-1, 4, 2**31])
@@ -398,7 +398,7 @@ def tree_parents(rng: random.Random, size: int) -> tuple[int, ...]:
         if shape == "any":
             parents.append(rng.randrange(-1, i))
         elif shape == "pairs":  # two children at every depth, of which the first or the second goes on
-            parents.append(-1 if i < 2 else parents[-1] if i % 2 else i - rng.choice([1, 2]))
+            parents.append(-1 if i < 2 else parents[-1] if i % 2 else i - rng.choice([1, 1, 1, 2]))
         elif shape == "star":
             parents.append(-1)
         else:

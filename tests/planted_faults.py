@@ -368,7 +368,7 @@ HUNTING = settings(
 )
 
 
-def hunt(num_loads: int = 40) -> str | None:
+def hunt(num_loads: int = 80) -> str | None:
     """What catches the fault that is planted now, or None."""
     for seed in range(num_loads):
         try:
