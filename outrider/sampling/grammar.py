@@ -104,7 +104,9 @@ class _Words:
     def _longest_first(self, text: bytes) -> list[int]:
         ids: list[int] = []
         while text:
-            piece = next(text[:n] for n in range(self._longest, 0, -1) if text[:n] in self._ids)
+            piece = next((text[:n] for n in range(self._longest, 0, -1) if text[:n] in self._ids), b"")
+            if not piece:  # the vocabulary cannot spell it
+                break
             ids.append(self._ids[piece])
             text = text[len(piece) :]
         return ids

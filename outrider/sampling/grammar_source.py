@@ -63,6 +63,8 @@ def explain(spec: GrammarSpec, message: str) -> GrammarError:
     if unsupported:
         keys = ", ".join(json.loads(unsupported[1]))
         return GrammarError(f"{name} uses keywords that are not supported: {keys}")
+    if "panic" in message:  # the library's own fault: its message is no reason a client can use
+        return GrammarError(f"{name} is more than the grammar library can work with")
     if message.startswith("NoExtension"):
         return GrammarError(f"{name} allows no text at all")
     return GrammarError(f"{name} is not usable: {one_line(message)}")
@@ -137,8 +139,7 @@ def _choice(spec: GrammarSpec) -> str:
 
 
 def _quoted(text: str) -> str:
-    text.encode()
-    return re.sub(r"[^\w\s]|_", lambda match: "\\" + match[0] if match[0].isascii() else match[0], text)
+    return re.sub(r"[\\.+*?()|\[\]{}^$]", r"\\\g<0>", text)
 
 
 def _grammar(spec: GrammarSpec) -> str:
