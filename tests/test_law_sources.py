@@ -147,7 +147,8 @@ def test_no_source_changes_a_token(name: str, monkeypatch: pytest.MonkeyPatch) -
 
     law()
     print(name, dict(events))
-    for event in ("preemptions", "accepted", "rejected", "predicted", "ended by abort"):
+    assert events["preemptions"]
+    for event in ("accepted", "rejected", "predicted", "ended by abort"):
         assert events[event] >= 5, f"{event} hardly happened: {events[event]}"
     for source in {"auto": ["suffix", "phrases", "script"], "mtp with ngram": ["script", "ngram"]}.get(
         name, []

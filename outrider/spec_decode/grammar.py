@@ -36,10 +36,15 @@ class GrammarProposer:
     """The tokens that must come next, and where it is one of a few, these."""
 
     needs_hidden = False
+    learns = False  # `observe` has nothing to do
 
     def __init__(self, *, max_draft_tokens: int = MOST_DRAFT_TOKENS, branches: bool = False) -> None:
         self._max_draft_tokens = max_draft_tokens
         self._branches = branches
+
+    def concerns(self, request: RequestView) -> bool:
+        """Whether there can be drafts for it."""
+        return matcher_of(request) is not None
 
     def propose(self, requests: Sequence[RequestView], limits: Sequence[int]) -> list[Drafts]:
         return [self._tree(request, limit) for request, limit in zip(requests, limits, strict=True)]

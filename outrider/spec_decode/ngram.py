@@ -29,6 +29,7 @@ class NgramProposer:
     """Looks up the last `max_n` down to `min_n` tokens of each request in its own text."""
 
     needs_hidden = False
+    learns = False  # `observe` has nothing to do
 
     def __init__(
         self,

@@ -30,6 +30,7 @@ class PhraseProposer:
     """Looks the last tokens of every request up in a table."""
 
     needs_hidden = False
+    learns = False  # `observe` has nothing to do
 
     def __init__(self, table: _native.PhraseTable, *, branches: bool = False) -> None:
         self._table = table

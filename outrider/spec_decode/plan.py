@@ -89,12 +89,20 @@ class Plan:
         self._most_nodes = most_nodes
         self._vocab_size = vocab_size
         self._num_errors: dict[str, int] = {}
+        # Some sources have something for a few requests only, or learn nothing from results.
+        self._concerns = {
+            name: source.concerns for name, source in free.items() if hasattr(source, "concerns")
+        }
+        self._learners = [pair for pair in self._sources() if getattr(pair[1], "learns", True)]
 
     # --- the three verbs ---
 
     def propose(self, requests: Sequence[RequestView], limits: Sequence[int]) -> list[Drafts]:
         found: list[list[Drafts]] = [[] for _ in requests]
         for name, source in self.free.items():
+            concerns = self._concerns.get(name)
+            if concerns is not None and not any(map(concerns, requests)):
+                continue
             for mine, drafts in zip(found, self._ask(name, source, requests, limits), strict=True):
                 if drafts.token_ids:
                     mine.append(drafts)
@@ -116,7 +124,7 @@ class Plan:
         ]
 
     def observe(self, results: Sequence[ResultView], hidden: Any) -> None:
-        for name, source in self._sources():
+        for name, source in self._learners:
             self._guarded(name, partial(source.observe, results, hidden), None)
 
     def forget(self, request_id: str) -> None:
@@ -155,18 +163,19 @@ class Plan:
     ) -> list[Drafts]:
         """A source's drafts, or none at all if what it says cannot be told apart from nonsense."""
 
-        def ask() -> list[Drafts]:
+        try:
             proposals = source.propose(requests, limits)
             if len(proposals) != len(requests):
                 raise ValueError(f"{len(requests)} requests need as many drafts, got {len(proposals)}")
             for drafts, limit in zip(proposals, limits, strict=True):
-                if len(drafts) > limit:
-                    raise ValueError(f"at most {limit} draft tokens are allowed here, got {len(drafts)}")
                 if drafts.token_ids:
+                    if len(drafts.token_ids) > limit:
+                        raise ValueError(f"at most {limit} draft tokens are allowed here, got {len(drafts)}")
                     drafts.check(self._vocab_size)
             return proposals
-
-        return self._guarded(name, ask, [NO_DRAFTS] * len(requests))
+        except Exception as error:
+            self._note_failure(name, error)
+            return [NO_DRAFTS] * len(requests)
 
     def _model_steps(
         self, requests: Sequence[RequestView], limits: Sequence[int], free: Sequence[Drafts]
@@ -246,10 +255,13 @@ class Plan:
         try:
             return call()
         except Exception as error:
-            if name not in self._num_errors:
-                logger.exception("the draft source %s failed (%s); the others go on", name, error)
-            self._num_errors[name] = self._num_errors.get(name, 0) + 1
+            self._note_failure(name, error)
             return otherwise
+
+    def _note_failure(self, name: str, error: Exception) -> None:
+        if name not in self._num_errors:
+            logger.exception("the draft source %s failed (%s); the others go on", name, error)
+        self._num_errors[name] = self._num_errors.get(name, 0) + 1
 
 
 def make_plan(config: SpeculativeConfig, parts: Parts) -> Plan:
@@ -270,7 +282,7 @@ def make_plan(config: SpeculativeConfig, parts: Parts) -> Plan:
             model = (name, make())  # type: ignore[assignment]
     append = None
     if model is not None and config.mtp_strategy == "with_ngram":
-        append = Append("ngram", _ngram(config, limit), limit)
+        append = Append("ngram", free.get("ngram") or _ngram(config, limit), limit)
     most_nodes = config.tree if isinstance(config.tree, int) else limit
     return Plan(
         free, model, append=append, branches=branches, most_nodes=most_nodes, vocab_size=parts.vocab_size

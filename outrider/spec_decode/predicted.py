@@ -30,10 +30,15 @@ class PredictedProposer:
     """Follows the outputs of those requests that have a prediction."""
 
     needs_hidden = False
+    learns = False  # `observe` has nothing to do
 
     def __init__(self, *, max_draft_tokens: int = MOST_DRAFT_TOKENS) -> None:
         self._max_draft_tokens = max_draft_tokens
         self._requests: dict[str, _native.Prediction] = {}
+
+    def concerns(self, request: RequestView) -> bool:
+        """Whether there can be drafts for it."""
+        return bool(request.params.prediction_token_ids)
 
     def propose(self, requests: Sequence[RequestView], limits: Sequence[int]) -> list[Drafts]:
         return [
