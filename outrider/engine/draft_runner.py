@@ -162,7 +162,7 @@ class DraftRunner:
             if one.steps <= 0:
                 continue
             prefix = [token for token, _ in one.drafted]
-            token, chance = _native.draft_row(
+            token, chance, *_ = _native.draft_row(
                 logits[row], self._vocabulary, requests[one.index].sampling_state, prefix,
                 one.shadow.num_tokens + len(prefix),
             )  # fmt: skip
