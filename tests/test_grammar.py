@@ -1,4 +1,4 @@
-"""Grammars piece by piece: the sampler's masks, matchers along drafts, compiling, drafts of what must come."""
+"""Grammars piece by piece: masks in the sampler, matchers along drafts, compiling, what must come."""
 
 from __future__ import annotations
 
