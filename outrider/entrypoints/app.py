@@ -7,7 +7,6 @@ import hashlib
 import logging
 import time
 import uuid
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +21,7 @@ from outrider.entrypoints.generation import ClientGoneError, Engine, Gate, Gener
 from outrider.entrypoints.http_edge import add_edge, json_response, read_body
 from outrider.entrypoints.journal import Record
 from outrider.entrypoints.metrics import CONTENT_TYPE, render
+from outrider.entrypoints.openapi import describe
 from outrider.entrypoints.page import add_page_routes
 from outrider.entrypoints.prepare import Prepared, Preparer
 from outrider.entrypoints.protocol import (
@@ -32,7 +32,6 @@ from outrider.entrypoints.protocol import (
     DetokenizeRequest,
     GenerationRequest,
     TokenizeRequest,
-    WireModel,
     parse,
 )
 from outrider.entrypoints.responses import Answer, Wanted, wanted_of
@@ -41,13 +40,6 @@ from outrider.entrypoints.speculation_view import speculation_view
 logger = logging.getLogger(__name__)
 
 MAX_CLIENT_ID = 128  # characters of an X-Request-Id that the log repeats
-BODIES: dict[str, type[WireModel]] = {
-    "/v1/chat/completions": ChatCompletionRequest,
-    "/v1/completions": CompletionRequest,
-    "/v1/abort_requests": AbortRequest,
-    "/tokenize": TokenizeRequest,
-    "/detokenize": DetokenizeRequest,
-}
 
 
 @dataclass
@@ -81,7 +73,8 @@ class ServerState:
 def create_app(state: ServerState) -> FastAPI:
     """The application over `state`; it serves from the start and answers 503 until the engine is there."""
     app = FastAPI(title="Outrider", version=__version__, docs_url=None, redoc_url=None)
-    app.openapi = _openapi(app)  # type: ignore[method-assign]
+    has_keys = bool(state.configuration.server.api_key)
+    app.openapi = describe(app, has_keys=has_keys)  # type: ignore[method-assign]
     add_edge(app, state.configuration.server.api_key, state.gate.count_failure)
     _add_generation_routes(app, state)
     _add_token_routes(app, state)
@@ -278,21 +271,3 @@ async def _parsed(state: ServerState, request: Request, model: type[Body]) -> Bo
     request.state.received = time.perf_counter()
     state.check_ready()
     return parse(model, await read_body(request, state.configuration.server.max_body_bytes))
-
-
-def _openapi(app: FastAPI) -> Callable[[], dict[str, Any]]:
-    """FastAPI's description plus the bodies, which the routes read themselves. Made when first asked for."""
-    describe = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            parts = describe().setdefault("components", {}).setdefault("schemas", {})
-            for path, model in BODIES.items():
-                schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
-                parts.update(schema.pop("$defs", {}))
-                parts[model.__name__] = schema
-                content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}}
-                describe()["paths"][path]["post"]["requestBody"] = {"required": True, "content": content}
-        return describe()
-
-    return openapi
