@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from mtp_heads import save_chain_model
 
 import outrider.engine.engine as engine_module
 import outrider.verification.certificate as certificate_module
@@ -91,6 +92,25 @@ def test_penalties_that_ignore_accepted_drafts_are_found(
     monkeypatch.setattr(engine_module, "build_batch", forgetful)
     assert run("--only", "drafts always right") == 1
     assert "penalties" in capsys.readouterr().out
+
+
+def test_sources_with_models_are_examined_where_there_is_a_head(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = str(save_chain_model(tmp_path / "chain", noise=0.5))
+    report = tmp_path / "certificate.json"
+    assert run(target, "--only", "steps", "--report", str(report)) == 0
+    cases = {case["case"]: case for case in json.loads(report.read_text())["cases"]}
+    assert {case["verdict"] for case in cases.values()} == {"passed"}
+    assert cases["mtp, always 3 steps"]["events"]["accepted"] > 20
+    assert cases["draft_model, always 3 steps"]["events"]["accepted"] > 20
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("out of order")
+
+    monkeypatch.setattr("outrider.spec_decode.draft_model.DraftModelProposer.propose", fail)
+    assert run(target, "--only", "draft_model") == 1
+    assert "no token differs, but the drafter failed" in capsys.readouterr().out
 
 
 @pytest.mark.model

@@ -96,9 +96,10 @@ def _model_methods(target: str, head: dict[str, Any], thorough: bool) -> list[Ca
     cases = []
     for number in (1, 2, 3, 5, 8) if thorough else (1, 3):
         steps = _fixed("mtp", number, num_model_steps=number, **head)
-        cases.append(Case(f"mtp, always {number} steps", steps, may_lack=True))
+        cases.append(Case(f"mtp, always {number} steps", steps, must=("drafted",), may_lack=True))
         itself = _fixed("draft_model", number, model=target)
-        cases.append(Case(f"draft_model, always {number} steps", itself, may_lack=True))
+        name = f"draft_model, always {number} steps"
+        cases.append(Case(name, itself, must=("accepted",), may_lack=True))
     tail = _fixed("mtp", 8, num_model_steps=2, mtp_strategy="with_ngram", **head)
     auto = {"method": "auto", **head}
     return [

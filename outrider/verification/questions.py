@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outrider.models.tokenizer import Tokenizer
-from outrider.request import SamplingParams
+from outrider.request import GrammarSpec, SamplingParams
 
 _TOPICS = ("tides", "sourdough", "prime numbers", "old maps", "bees", "winter", "jazz", "glaciers")
 _TEMPLATES = (
@@ -87,6 +87,11 @@ def _way(
         (
             "greedy, repetition_penalty, logprobs",
             {"temperature": 0.0, "repetition_penalty": 1.2, "logprobs": 0},
+        ),
+        ("grammar", {"temperature": 0.7, "grammar": GrammarSpec.regex(r"[A-Za-z ]{6,60}[.!]")}),
+        (
+            "forced grammar",
+            {"temperature": 0.0, "grammar": GrammarSpec.regex("(the same words each time, )*")},
         ),
     ]  # fmt: skip
     name, fields = ways[index % len(ways)]
