@@ -186,8 +186,10 @@ def _per_position(told: Sequence[Mapping[str, Any]]) -> list[float | None] | Non
         for position, counts in enumerate(one.get("per_position") or ()):
             if position == len(totals):
                 totals.append([0, 0])
-            totals[position][0] += counts["draft_tokens"]
-            totals[position][1] += counts["accepted_tokens"]
+            # A pair, or a mapping of two names.
+            pair = counts if isinstance(counts, list) else (counts["draft_tokens"], counts["accepted_tokens"])
+            totals[position][0] += pair[0]
+            totals[position][1] += pair[1]
     return [accepted / drafted if drafted else None for drafted, accepted in totals] or None
 
 

@@ -77,7 +77,7 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("load")
     group.add_argument("--dataset-name", default="prompts", choices=list(DATASETS))
     group.add_argument(
-        "--dataset-path", type=Path, help="file; for `prompts` also chat, edit, code or prefill"
+        "--dataset-path", type=Path, help="file; for `prompts` also chat, edit, code, mixed or prefill"
     )
     group.add_argument("--num-prompts", type=int, help="default: the whole file, or 100 random prompts")
     group.add_argument("--shuffle", action="store_true")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -157,8 +157,12 @@ def _eb(options: DatasetOptions) -> list[Item]:
 
 
 def _prompts(options: DatasetOptions) -> list[Item]:
-    """The project's own sets: a path, or the name of a file in benchmarks/prompts (default chat)."""
+    """The project's own sets: a path, or the name of a file in benchmarks/prompts (default chat); `mixed` is
+    chat, edit and code in turns."""
     path = options.path or Path("chat")
+    if str(path) == "mixed":
+        sets = [_prompts(replace(options, path=Path(name))) for name in ("chat", "edit", "code")]
+        return [item for turn in zip(*sets, strict=False) for item in turn]
     if not path.exists() and (PROMPTS_DIR / f"{path}.jsonl").exists():
         path = PROMPTS_DIR / f"{path}.jsonl"
     return _ebchat(DatasetOptions(path=path, output_len=options.output_len), "prompts")

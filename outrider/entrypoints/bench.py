@@ -11,6 +11,9 @@ import outrider
 
 SCRIPTS = {
     "serving": "load on a server: latencies, throughput, acceptance",
+    "sweep": "throughput by concurrency, with speculation against without",
+    "drafts": "record token streams once, replay any plan without the model",
+    "mtp": "predicted and measured speed-up of multi-token prediction",
     "kernels": "cost of a decode step by rows, against the machine's ceilings",
     "engine": "what scheduling, sampling and drafting add to the model's step",
     "peers": "Outrider and other engines on the same file, prompts and threads",
