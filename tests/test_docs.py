@@ -11,7 +11,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "benchmarks" / "README.md"]
+DOCS = [
+    ROOT / "README.md",
+    ROOT / "README.zh-CN.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+    ROOT / "benchmarks" / "README.md",
+]
 SOURCES = sorted((ROOT / "outrider").rglob("*.py"))
 
 # A file's layer may import its own and the later ones.
