@@ -92,19 +92,27 @@ bool SamplerState::completes(const std::vector<int32_t>& word, TokenSpan prefix)
 }
 
 namespace {
+// Per 32 tokens the fewer of two things: what is allowed is copied into what is masked, or the other way round.
 void apply_mask(TokenMask mask, const float* row, int64_t vocab, float* result) {
   for (int64_t begin = 0; begin < vocab; begin += 32) {
-    const uint32_t word = mask[begin / 32];
     const int64_t size = std::min<int64_t>(32, vocab - begin);
-    if (word == 0) {
-      std::fill_n(result + begin, size, kMasked);
-    } else if (word != ~uint32_t{0}) {
-      for (int64_t i = 0; i < size; ++i) result[begin + i] = (word >> i & 1) ? row[begin + i] : kMasked;
+    const uint32_t all = size == 32 ? ~uint32_t{0} : (uint32_t{1} << size) - 1;
+    uint32_t allowed = mask[begin / 32] & all;
+    if (__builtin_popcount(allowed) > 16) {
+      if (row != result) std::memcpy(result + begin, row + begin, sizeof(float) * static_cast<size_t>(size));
+      for (uint32_t rest = ~allowed & all; rest; rest &= rest - 1) result[begin + __builtin_ctz(rest)] = kMasked;
     } else if (row != result) {
-      std::memcpy(result + begin, row + begin, sizeof(float) * static_cast<size_t>(size));
+      std::fill_n(result + begin, size, kMasked);
+      for (; allowed; allowed &= allowed - 1) {
+        const int64_t token = begin + __builtin_ctz(allowed);
+        result[token] = row[token];
+      }
+    } else {
+      for (uint32_t rest = ~allowed & all; rest; rest &= rest - 1) result[begin + __builtin_ctz(rest)] = kMasked;
     }
   }
 }
+
 }  // namespace
 
 const float* SamplerState::process(const float* raw, int64_t vocab, TokenSpan prefix, float* scratch,

@@ -360,6 +360,18 @@ void measure_logprobs(const SamplingKernels& kernels, Scratch& scratch, const fl
   }
 }
 
+// The token of a mask with a single one; else -1.
+int32_t only_allowed(TokenMask mask, int64_t vocab) {
+  int32_t token = -1;
+  for (int64_t word = 0; word * 32 < vocab; ++word) {
+    const uint32_t bits = mask[word];
+    if (bits == 0) continue;
+    if (token >= 0 || (bits & (bits - 1)) != 0) return -1;
+    token = static_cast<int32_t>(word * 32 + __builtin_ctz(bits));
+  }
+  return token < vocab ? token : -1;
+}
+
 }  // namespace
 
 int32_t sample_row(const float* logits, int64_t vocab, const SamplerState& state, TokenSpan prefix,
@@ -368,9 +380,16 @@ int32_t sample_row(const float* logits, int64_t vocab, const SamplerState& state
   static const SamplingKernels& kernels = OUTRIDER_SELECT_KERNELS(sampling_kernels);
   scratch.reserve(vocab);
   const SamplerParams& params = state.params();
+  int32_t token = mask == nullptr ? -1 : only_allowed(mask, vocab);
+  if (token >= 0) {  // nothing to compare it with
+    const float value = state.process(logits, vocab, prefix, scratch.row.data())[token];
+    if (!(std::abs(value) < kInfinity)) return -1;
+    if (logprobs && params.num_logprobs >= 0)
+      measure_logprobs(kernels, scratch, logits, vocab, token, params.num_logprobs, *logprobs);
+    return token;
+  }
   Row row(kernels, scratch, state.process(logits, vocab, prefix, scratch.row.data(), mask), vocab);
   if (!row.is_valid()) return -1;
-  int32_t token;
   if (params.temperature == 0.0f) {
     token = row.argmax();
   } else {
