@@ -86,9 +86,14 @@ class _Words:
         self._special_ids = special_ids | set(self.eos_token_ids)
         self.special_token_ids = sorted(self._special_ids)
         self._encode = encode
+        # The same names and their ends are asked for again and again.
+        self._spelt = functools.lru_cache(maxsize=8192)(self._spell)
 
     def __call__(self, text: str) -> list[int]:
         """The ids that spell `text` inside of other text, none of them special."""
+        return self._spelt(text) if len(text) < 256 else self._spell(text)
+
+    def _spell(self, text: str) -> list[int]:
         wanted = text.encode()
         for before in ("", "\n"):  # some tokenizers put a blank at the beginning
             ids = self._encode(before + text)
