@@ -114,7 +114,7 @@ def _styled(schema: Any, spec: GrammarSpec) -> dict[str, Any]:
         raise GrammarError(
             f"x-guidance: unknown option {unknown[0]}; known: {', '.join(sorted(_STYLE_KEYS))}"
         )
-    style: dict[str, Any] = {**_JSON_STYLE, "lenient": spec.lenient}
+    style: dict[str, Any] = {**_JSON_STYLE, "lenient": spec.lenient, "coerce_one_of": spec.lenient}
     if own.get("whitespace_pattern") is not None:
         style["whitespace_flexible"] = True
     return {**schema, "x-guidance": {**style, **own}}
