@@ -263,7 +263,7 @@ def test_measuring_keeps_the_least_of_each_size_within_its_budget() -> None:
 def test_a_slow_machine_leaves_the_large_sizes_out_and_starts_in_time() -> None:
     machine = FakeMachine()
     measured = measure(machine, contexts=(128,), budget_s=0.0, clock=machine.clock)
-    assert machine.runs[1:] == [(rows, 128) for rows in (*ROWS[:3], ROWS[0])]
+    assert machine.runs[1:] == [(rows, 128) for rows in (*ROWS[:3], *ROWS[:3])]
     assert measured.rows == ROWS[:3]
     assert measured.curve(128, 64)[64] == pytest.approx(0.01 + 0.001 * 64 + 1e-6 * 128)
 
@@ -274,19 +274,58 @@ def test_a_calibration_is_kept_on_disk_by_its_key(monkeypatch: pytest.MonkeyPatc
     first = load_or_measure({"model": "m", "threads": 2}, machine, budget_s=0.0)
     num_runs = len(machine.runs)
     assert load_or_measure({"model": "m", "threads": 2}, machine, budget_s=0.0) == first
-    assert len(machine.runs) == num_runs
+    assert len(machine.runs) == num_runs + 3  # a look at whether it still holds
     load_or_measure({"model": "m", "threads": 1}, machine, budget_s=0.0)
-    assert len(machine.runs) == 2 * num_runs
+    assert len(machine.runs) == 2 * num_runs + 3
     assert len(list(tmp_path.rglob("*.json"))) == 2 and not list(tmp_path.rglob("*.tmp"))
 
 
 def test_what_a_busy_machine_measured_is_not_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    busy = FakeMachine(noise=0.05)  # every fifth step is interrupted; the last check is one of them
-    assert not load_or_measure({"model": "m"}, busy, contexts=(128,), budget_s=0.0).is_steady
+
+    class Busy(FakeMachine):
+        """Every size takes twice as long when it is measured again, half as long the time after."""
+
+        def __call__(self, rows: int, context: int) -> float:
+            count = self.runs.count((rows, context))
+            seconds = super().__call__(rows, context)
+            return seconds * (2 if count % 2 else 1)
+
+    busy = Busy()
+    assert not load_or_measure({"model": "m"}, busy, budget_s=0.5, clock=busy.clock).is_steady
     assert not list(tmp_path.rglob("*.json"))
-    assert load_or_measure({"model": "m"}, FakeMachine(), contexts=(128,), budget_s=0.0).is_steady
+    quiet = FakeMachine()
+    assert load_or_measure({"model": "m"}, quiet, budget_s=9.0, clock=quiet.clock).is_steady
     assert len(list(tmp_path.rglob("*.json"))) == 1
+
+
+def test_what_was_stored_is_measured_anew_when_steps_turn_out_much_shorter(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    class Slowed(FakeMachine):
+        def __call__(self, rows: int, context: int) -> float:
+            return 2 * super().__call__(rows, context)
+
+    slowed, machine = Slowed(), FakeMachine()
+    first = load_or_measure({"model": "m"}, slowed, budget_s=9.0, clock=slowed.clock)
+    second = load_or_measure({"model": "m"}, machine, budget_s=9.0, clock=machine.clock)
+    assert second.seconds[0][0] == pytest.approx(first.seconds[0][0] / 2)
+    # A machine that is busy now has nothing to add.
+    assert load_or_measure({"model": "m"}, slowed, budget_s=9.0, clock=slowed.clock) == second
+
+
+def test_a_curve_from_a_busy_machine_does_not_forbid_speculation() -> None:
+    steep = (1.0, 1.7, 1.7, 1.7, 2.2, 2.3)
+    doubtful = Calibration((1, 2, 3, 4, 5, 6), (0,), (steep,), is_steady=False)
+    decider = Controller(StepCost(doubtful), min_gain=0.0)
+    assert len(decider.admit([chain(0.5, 0.3)], 1)[0]) == 2
+    for _ in range(100):  # it was right: steps do take that long
+        decider.observe_step(1, 0, 1.0)
+        decider.observe_step(2, 0, 1.7)
+        decider.observe_step(3, 0, 1.7)
+    assert decider.admit([chain(0.5, 0.1)], 1) == [NO_DRAFTS]
 
 
 def test_a_calibration_that_was_disturbed_is_set_right_within_a_few_steps() -> None:

@@ -28,7 +28,8 @@ CONTEXTS = (128, 1024)
 _LONG_ROWS = (1, 4, 8, 16, 32, 64)  # with the longer context; it only adds to the others' times
 BUDGET_S = 0.9  # of all measuring; the smallest sizes are measured in any case
 MOST_REPEATS = 7
-STEADY = 1.3  # how many times its least a step may take before and after, for the measurement to be kept
+STEADY = 1.2  # how many times its least a step usually takes, where nothing else runs on the machine
+BETTER = 0.75  # of the stored time of the smallest step: then what is stored was measured on a busy machine
 
 RunRows = Callable[[int, int], float]  # (rows, context tokens of each) -> seconds of one step
 
@@ -55,6 +56,19 @@ class Calibration:
             raise ValueError("seconds must hold one time for each number of rows, for each context")
         if not all(math.isfinite(value) and value > 0 for row in self.seconds for value in row):
             raise ValueError("seconds must be finite and above 0")
+
+    def hopeful(self) -> Calibration:
+        """What the machine may do when it is not busy: the usual shape, as low as any time measured.
+
+        A curve that promises too much is found out by the steps that follow from it. One that promises too
+        little is not, because then there are none.
+        """
+        shape = [1.0 + 0.035 * (rows - 1) + 0.17 * max(0, rows - 4) for rows in self.rows]
+        scaled = []
+        for measured in self.seconds:
+            least = min(value / part for value, part in zip(measured, shape, strict=True))
+            scaled.append(tuple(least * part for part in shape))
+        return Calibration(self.rows, self.contexts, tuple(scaled), self.is_steady)
 
     def curve(self, context: int, num_rows: int) -> list[float]:
         """Seconds for 0..num_rows rows (none cost as much as one), never decreasing."""
@@ -97,25 +111,29 @@ def measure(
     run_rows(rows[0], contexts[0])  # the first run pays for cold caches
     end = clock() + budget_s
     long_rows = {rows[0], rows[-1], *(num for num in rows if num in _LONG_ROWS)}
-    best: dict[tuple[int, int], float] = {}
+    taken: dict[tuple[int, int], list[float]] = {}
     for num in rows:
         if num > rows[min(2, len(rows) - 1)] and clock() >= end:
             break
         for context in contexts:
             if context == contexts[0] or num in long_rows:
-                best[context, num] = max(run_rows(num, context), 1e-9)
-    measured = tuple(num for num in rows if (contexts[0], num) in best)
-    smallest = contexts[0], rows[0]
-    first = best[smallest]
+                taken[context, num] = [max(run_rows(num, context), 1e-9)]
+    measured = tuple(num for num in rows if (contexts[0], num) in taken)
     for _ in range(MOST_REPEATS - 1):
-        for context, num in sorted(best):
-            if clock() >= end:
+        for context, num in sorted(taken):
+            # However slow it is: that the first sizes take as long again tells whether to believe any.
+            if clock() >= end and (num > rows[min(2, len(rows) - 1)] or len(taken[context, num]) > 1):
                 break
-            best[context, num] = min(max(run_rows(num, context), 1e-9), best[context, num])
+            taken[context, num].append(max(run_rows(num, context), 1e-9))
+    best = {size: min(seconds) for size, seconds in taken.items()}
     seconds_of = tuple(tuple(_rising(_filled(best, context, contexts[0], measured))) for context in contexts)
-    last = max(run_rows(rows[0], contexts[0]), 1e-9)
-    is_steady = max(first, last) <= STEADY * min(best[smallest], last)
-    return Calibration(measured, tuple(contexts), seconds_of, is_steady)
+    return Calibration(measured, tuple(contexts), seconds_of, _is_steady(taken))
+
+
+def _is_steady(taken: Mapping[tuple[int, int], Sequence[float]]) -> bool:
+    """Whether most sizes that were measured again took about as long again."""
+    again = [sorted(seconds)[1] <= STEADY * min(seconds) for seconds in taken.values() if len(seconds) > 1]
+    return 3 * sum(again) > 2 * len(again)
 
 
 def _filled(
@@ -138,12 +156,20 @@ def load_or_measure(key: Mapping[str, str | int], run_rows: RunRows, **options: 
         _cache_dir()
         / f"{hashlib.sha256(json.dumps(full_key, sort_keys=True).encode()).hexdigest()[:32]}.json"
     )
-    found = _read(path, full_key)
-    if found is None:
-        found = measure(run_rows, **options)
-        if found.is_steady:
-            _write(path, full_key, found)
+    stored = _read(path, full_key)
+    if stored is not None and not _is_outdone(stored, run_rows):
+        return stored
+    found = measure(run_rows, **options)
+    if found.is_steady:
+        _write(path, full_key, found)
     return found
+
+
+def _is_outdone(stored: Calibration, run_rows: RunRows) -> bool:
+    """Whether the smallest step takes much less than when it was measured."""
+    size = stored.rows[0], stored.contexts[0]
+    run_rows(*size)  # the first run pays for cold caches
+    return min(run_rows(*size) for _ in range(2)) < BETTER * stored.seconds[0][0]
 
 
 def _cache_dir() -> Path:

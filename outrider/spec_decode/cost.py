@@ -25,13 +25,17 @@ class StepCost:
     FIRST_DOUBT, DRIFT = 0.5, 0.01  # of the common factor; drift is an observation's
     REQUEST_DOUBT, REQUEST_DRIFT = 0.1, 0.002  # of a request's part, in plain steps
     BEND_RATE = 0.02  # weight of an observation in the factor of its own row count
+    DOUBTFUL_BEND_RATE = 0.1  # where the machine was busy as the curve was measured
     MOST_SURPRISE = 0.25  # of the logarithm; a step that the machine interrupted must not bend the curve
     FIRST_STEPS = 16  # in which a calibration that was disturbed is set right quickly
     REFRESH = 32  # observations between two looks at the correction
     CONTEXT_STEP = 256  # contexts that share a curve
 
     def __init__(self, calibration: Calibration) -> None:
-        self._calibration = calibration
+        """Of a calibration that other work disturbed little is believed, and steps bend it more."""
+        is_steady = calibration.is_steady
+        self._calibration = calibration = calibration if is_steady else calibration.hopeful()
+        self._bend_rate = self.BEND_RATE if is_steady else self.DOUBTFUL_BEND_RATE
         known = calibration.rows
         self._most_rows = 2 * known[-1]
         self._nearest = [
@@ -89,7 +93,7 @@ class StepCost:
         most = self.MOST_SURPRISE * (4 if is_early else 1)
         surprise = max(-most, min(most, math.log(seconds / expected)))
         self._correct(bent, float(others), expected, math.exp(surprise))
-        self._bends[self._nearest[rows]] *= math.exp(self.BEND_RATE * surprise)
+        self._bends[self._nearest[rows]] *= math.exp(self._bend_rate * surprise)
         self._num_observed += 1
         if is_early or self._num_observed % self.REFRESH == 0:
             self._curves.clear()
@@ -113,6 +117,7 @@ class StepCost:
             "correction": [round(self._factor * bend, 4) for bend in self._bends],
             "request_seconds": self._per_request,
             "observed_steps": self._num_observed,
+            "is_steady": self._calibration.is_steady,
         }
 
 
