@@ -52,7 +52,7 @@ def test_what_was_written_is_drafted() -> None:
     table = native_table(table_of([[1, 2, 3, 4, 5, 6]] * 4))
     tokens, parents, survival = table.propose([1], 4, False, 0.05)
     assert tokens == [2, 3, 4, 5] and parents == [-1, 0, 1, 2]
-    assert survival == sorted(survival, reverse=True) and survival[0] > 0.7
+    assert survival == sorted(survival, reverse=True) and survival[0] > 0.5
 
 
 def test_longer_contexts_are_believed_before_shorter_ones() -> None:
