@@ -106,17 +106,9 @@ def build_batch(plan: Plan, block_size: int) -> Batch:
                 prefix_start.append(len(prefix_ids))
     logits_indices += [row for row, _, _ in scored_rows(plan)]
     parts = _as_arrays(
-        token_ids,
-        positions,
-        slots,
-        query_start_loc,
-        seq_lens,
-        logits_indices,
-        row_state,
-        prefix_start,
-        prefix_ids,
-        _parents(trees, query_start_loc) if trees else [],
-    )
+        token_ids, positions, slots, query_start_loc, seq_lens, logits_indices, row_state, prefix_start,
+        prefix_ids, _parents(trees, query_start_loc) if trees else [],
+    )  # fmt: skip
     return Batch(
         token_ids=parts[0],
         positions=parts[1],
