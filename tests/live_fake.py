@@ -25,7 +25,9 @@ def running(*flags: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """A live server over the fake engine."""
     port = free_port()
     script = Path(__file__).parent / "fake_engine.py"
-    command = [sys.executable, str(script), f"port={port}", *flags]
+    # Nobody reads the pipe while the server runs, so it must not fill.
+    quiet = [] if any(flag.startswith("log_") for flag in flags) else ["log_requests=false"]
+    command = [sys.executable, str(script), f"port={port}", *quiet, *flags]
     with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
         try:
             url = f"http://127.0.0.1:{port}"

@@ -247,9 +247,16 @@ class EngineClient:
 
 def _private_directory() -> str:
     """A new directory that only this user can enter, with a path short enough for a socket."""
-    for parent in (None, "/tmp"):
-        directory = tempfile.mkdtemp(prefix="outrider-", dir=parent)
+    for parent in (tempfile.gettempdir(), "/tmp"):
+        try:
+            directory = tempfile.mkdtemp(prefix="outrider-", dir=parent)
+        except OSError as error:  # full, or not writable
+            logger.warning("no directory can be made in %s: %s", parent, error.strerror)
+            continue
         if len(os.fsencode(directory)) < _MOST_PATH - len("/engine"):
             return directory
         os.rmdir(directory)
-    raise EngineError("the temporary directory's path is too long for a socket; set TMPDIR to a shorter one")
+    raise EngineError(
+        "no directory for the engine's socket: the temporary directory's path is too long, or it cannot be "
+        "written to; set TMPDIR to another one"
+    )

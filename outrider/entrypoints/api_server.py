@@ -246,14 +246,16 @@ def _make_server(configuration: Configuration) -> tuple[ServerState, uvicorn.Ser
 
 
 def _journal(config: ServerConfig) -> Journal:
-    from outrider.entrypoints.journal import Journal
+    from outrider.entrypoints import journal
 
+    if not config.log_requests:
+        journal.logger.setLevel(logging.WARNING)
     tracer = None
     if config.otlp_traces_endpoint is not None:
         from outrider.entrypoints.tracing import make_tracer
 
         tracer = make_tracer(config.otlp_traces_endpoint)
-    return Journal(config.log_requests, tracer)
+    return journal.Journal(tracer)
 
 
 def _fingerprint(configuration: Configuration) -> str:

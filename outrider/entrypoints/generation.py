@@ -56,7 +56,7 @@ class Gate:
         self.generations: dict[str, Generation] = {}
         self.failures: dict[str, int] = {}  # reason -> requests that got an error
         self.is_draining = False
-        self.journal = journal or Journal(log_requests=False)
+        self.journal = journal or Journal()
         self._num_sequences = 0
         self._config = config
         self._max_num_seqs = max_num_seqs

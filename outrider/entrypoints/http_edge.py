@@ -15,7 +15,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
-from outrider.entrypoints import page
+from outrider.entrypoints import journal, page
 from outrider.entrypoints.errors import ApiError
 from outrider.entrypoints.generation import ClientGoneError
 
@@ -37,7 +37,7 @@ def add_edge(app: FastAPI, keys: tuple[str, ...], count_failure: Callable[[str],
             count_failure(code)
         # The message may quote what the client sent, so it is not for the log.
         fields = {"method": request.method, "path": path, "status": error.status, "code": code}
-        logger.info("%(method)s %(path)s %(status)d %(code)s", fields, extra={"fields": fields})
+        journal.logger.info("%(method)s %(path)s %(status)d %(code)s", fields, extra={"fields": fields})
         return error_response(error)
 
     app.add_middleware(KeyCheck, keys=keys)

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from outrider.request import RequestOutput
 
+# Lines about single requests, those that were refused included; its level turns them off.
 logger = logging.getLogger("outrider.requests")
 
 # Outcomes that are the server's fault.
@@ -92,14 +93,13 @@ class SpanSink(Protocol):
 class Journal:
     """Tells of requests when they end."""
 
-    def __init__(self, log_requests: bool = True, tracer: SpanSink | None = None) -> None:
-        self._log_requests = log_requests
+    def __init__(self, tracer: SpanSink | None = None) -> None:
         self.tracer = tracer
 
     def ended(self, record: Record) -> None:
         record.end = time.monotonic()
-        if self._log_requests:
-            level = logging.WARNING if record.failure in FAULTS else logging.INFO
+        level = logging.WARNING if record.failure in FAULTS else logging.INFO
+        if logger.isEnabledFor(level):
             fields = record.fields()
             logger.log(level, "%s", _Line(fields), extra={"fields": fields})
         if self.tracer is not None:
