@@ -48,14 +48,14 @@ class RequestOdds:
     A Kalman filter over its logarithm: quick while little is known of the request, steady later.
     """
 
-    DRIFT = 0.01  # of the variance, an outcome: text changes
+    DOUBT, DRIFT = 0.3, 0.006  # of the variance: at first, and an outcome, as text changes
     LIMIT = 4.0  # of the logarithm
 
     __slots__ = ("factor", "log", "variance")
 
     def __init__(self) -> None:
         self.log = 0.0
-        self.variance = 0.8
+        self.variance = self.DOUBT
         self.factor = 1.0
 
     def observe(self, chance: float, was_accepted: bool) -> None:

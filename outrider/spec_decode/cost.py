@@ -165,6 +165,9 @@ class DraftCost:
         """That many calls with that many rows in all, after so many fed tokens, took so long."""
         if not num_calls or not seconds > 0:
             return
+        self.num_observed += 1
+        if self.num_observed == 1:
+            return  # it pays for cold caches
         expected = self.seconds(num_calls, num_rows, num_fed)
         limited = max(expected / self.MOST_SURPRISE, min(expected * self.MOST_SURPRISE, seconds))
         self._num_surprises = self._num_surprises + 1 if limited != seconds else 0
@@ -182,7 +185,6 @@ class DraftCost:
                 row[j] -= gain * spread[j]
             # Costs change with the machine's load: certainty fades.
             row[i] += self.DRIFT * self._doubt[i] ** 2
-        self.num_observed += 1
 
     def stats(self) -> dict[str, Any]:
         once, call, row, fed = self._theta

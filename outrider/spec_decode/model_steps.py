@@ -44,7 +44,7 @@ class ModelSteps:
     PROBE_SHARE = 0.006  # of all time, catching up included
     PROBE_STEPS = 2  # how far a probe drafts
     PROBE_ROUNDS = 2  # a drafter that was off first has to catch up, so a single round tells little
-    FED_AT_ONCE = 4  # tokens of a request that are fed as a matter of course
+    FED_AT_ONCE = 2  # tokens of a request that are fed as a matter of course
     PAID_OFF_IN = 128  # steps
     MOST_SAVED = 4.0  # steps' time that probes may have saved up
     RATE = 0.1  # weight of a draft in its request's worth
