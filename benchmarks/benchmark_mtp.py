@@ -7,8 +7,9 @@ measured here, the speed-up with k model steps for each of n requests should be
 
     (1 + a1 + a1*a2 + ...) * T(n) / (T(n * (1 + k)) + T_mtp(k))
 
-Measured are k = 1, 2, ... (always drafted, always verified), the same head under the controller, `auto`, and
-no speculation, taking turns in one process. Outputs are compared: they must all be equal.
+Measured are k = 1, 2, ... (always drafted, always verified), the same head under the controller, and `auto`,
+taking turns in one process. Each is compared with plain decoding on the very same engine, right before or
+after: two copies of a model can differ in speed by where their memory lies. Outputs must all be equal.
 """
 
 from __future__ import annotations
@@ -30,8 +31,6 @@ from benchmarks.plots import plot_prediction
 from benchmarks.report import format_table, number, write_json
 from benchmarks.workload import DATASETS, DatasetOptions, Item, load_dataset
 
-OFF = "off"
-
 
 @dataclass
 class Variant:
@@ -40,7 +39,9 @@ class Variant:
     name: str
     steps: int  # model steps that are always drafted and verified; 0: as configured
     llm: Any
-    seconds: list[float] = field(default_factory=list)  # by round, decoding only
+    seconds: list[float] = field(default_factory=list)  # a token, by round, decoding only
+    plain: list[float] = field(default_factory=list)  # the same without drafts
+    plain_outputs: list[list[int]] = field(default_factory=list)
     drafting: list[float] = field(default_factory=list)  # by call of the drafter
     outputs: list[list[int]] = field(default_factory=list)  # of the last round
     num_tokens: int = 0  # decoded in a round
@@ -51,7 +52,7 @@ def make_variants(args: argparse.Namespace) -> list[Variant]:
     from outrider import LLM
 
     head = {"model": args.head} if args.head else {}
-    plans: dict[str, tuple[int, dict[str, Any]]] = {OFF: (0, {"method": "off"})}
+    plans: dict[str, tuple[int, dict[str, Any]]] = {}
     for k in range(1, args.model_steps + 1):
         fixed = {"num_model_steps": k, "num_speculative_tokens": k, "adaptive": False, "tree": "off"}
         plans[f"mtp, always {k}"] = (k, {"method": "mtp", **fixed, **head})
@@ -62,8 +63,7 @@ def make_variants(args: argparse.Namespace) -> list[Variant]:
     for name, (steps, plan) in plans.items():
         llm = LLM(args.model, num_threads=args.threads, num_kv_blocks=args.kv_blocks, speculative_config=plan)
         variants.append(Variant(name, steps, llm))
-        if name != OFF:
-            _time_drafting(variants[-1])
+        _time_drafting(variants[-1])
     return variants
 
 
@@ -94,13 +94,15 @@ def step_seconds(variant: Variant, rows: Sequence[int], context: int) -> dict[in
     return best
 
 
-def run_round(variant: Variant, prompts: Sequence[list[int]], args: argparse.Namespace, number: int) -> None:
+def run_round(
+    variant: Variant, prompts: Sequence[list[int]], args: argparse.Namespace, number: int, plain: bool
+) -> None:
     """Decode all prompts, `args.now` at once; only steps in which nobody reads a prompt are timed."""
-    from outrider.request import AddRequest, SamplingParams
+    from outrider.request import AddRequest, SamplingParams, SpeculationParams
 
     engine = variant.llm.engine
     outputs: list[list[int]] = [[] for _ in prompts]
-    variant.num_tokens = variant.num_steps = 0
+    num_tokens = num_steps = 0
     seconds = 0.0
     waiting = list(range(len(prompts)))[::-1]
     begun: set[str] = set()
@@ -109,11 +111,12 @@ def run_round(variant: Variant, prompts: Sequence[list[int]], args: argparse.Nam
         while waiting and running < args.now:
             index = waiting.pop()
             params = SamplingParams(
-                max_tokens=args.max_tokens, temperature=args.temperature, seed=index, ignore_eos=True
-            )
+                max_tokens=args.max_tokens, temperature=args.temperature, seed=index, ignore_eos=True,
+                speculation=SpeculationParams(method="off") if plain else None,
+            )  # fmt: skip
             name = f"{number}-{index}"
             # A tenant of its own each time: drafts must not come from the answers of earlier rounds.
-            salt = f"{args.now}-{name}"
+            salt = f"{args.now}-{name}-{plain}"
             engine.add_request(AddRequest(name, prompts[index], params, time.monotonic(), cache_salt=salt))
             running += 1
         decoding = all(request.request_id in begun for request in engine.scheduler.running)
@@ -126,10 +129,14 @@ def run_round(variant: Variant, prompts: Sequence[list[int]], args: argparse.Nam
             begun.add(output.request_id)
         if decoding:
             seconds += spent
-            variant.num_tokens += sum(len(output.token_ids) for output in increments)
-            variant.num_steps += len(increments)
-    variant.seconds.append(seconds / variant.num_tokens)
-    variant.outputs = outputs
+            num_tokens += sum(len(output.token_ids) for output in increments)
+            num_steps += len(increments)
+    if plain:
+        variant.plain.append(seconds / num_tokens)
+        variant.plain_outputs = outputs
+    else:
+        variant.seconds.append(seconds / num_tokens)
+        variant.outputs, variant.num_tokens, variant.num_steps = outputs, num_tokens, num_steps
 
 
 def conditional_acceptance(variant: Variant) -> list[float]:
@@ -165,18 +172,18 @@ def measure(args: argparse.Namespace, variants: Sequence[Variant], items: Sequen
     context = sum(map(len, prompts)) // len(prompts) + args.max_tokens // 2
     times = step_seconds(variants[0], [n * (1 + k) for k in range(most + 1)], context)
     for variant in variants:
-        variant.seconds.clear()
-        variant.drafting.clear()
+        for seconds in (variant.seconds, variant.plain, variant.drafting):
+            seconds.clear()
     with watch_others() as others:
         for number in range(args.rounds):
-            for variant in variants if number % 2 == 0 else variants[::-1]:
-                run_round(variant, prompts, args, number)
+            for variant in variants:
+                for plain in (True, False) if number % 2 == 0 else (False, True):
+                    run_round(variant, prompts, args, number, plain)
     longest = next(variant for variant in variants if variant.steps == most)
     acceptance = conditional_acceptance(longest)
-    plain = variants[0].seconds
     rows = []
-    for variant in variants[1:]:
-        ratios = [a / b for a, b in zip(plain, variant.seconds, strict=True)]
+    for variant in variants:
+        ratios = [a / b for a, b in zip(variant.plain, variant.seconds, strict=True)]
         draft = statistics.median(variant.drafting) if variant.drafting else 0.0
         row = {
             "name": variant.name,
@@ -195,7 +202,7 @@ def measure(args: argparse.Namespace, variants: Sequence[Variant], items: Sequen
         "context": context,
         "acceptance": acceptance,
         "step_ms": {str(count): seconds * 1e3 for count, seconds in times.items()},
-        "plain_ms_per_token": statistics.median(plain) * 1e3,
+        "plain_ms_per_token": statistics.median([s for one in variants for s in one.plain]) * 1e3,
         "others_cores": others.cores,
         "prompts": len(prompts),
         "variants": rows,
