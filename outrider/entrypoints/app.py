@@ -176,7 +176,7 @@ def _add_state_routes(app: FastAPI, state: ServerState) -> None:
         state.check_ready()
         return json_response({"status": "ready"})
 
-    @app.post("/ping", include_in_schema=False)
+    @app.post("/ping")
     @app.get("/ping")
     async def ping() -> Response:
         """200 while this process lives."""
