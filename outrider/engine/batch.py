@@ -92,15 +92,13 @@ def build_batch(plan: Plan, block_size: int) -> Batch:
             row_state += [len(states)] * num_rows
             states.append(request.sampling_state)
             if row.drafts.is_chain:
+                paths = [draft_ids[:depth] for depth in range(num_rows)]
                 draw_positions += range(end - num_rows + 1, end + 1)
-                for depth in range(num_rows):
-                    prefix_ids += draft_ids[:depth]
-                    prefix_start.append(len(prefix_ids))
-                continue
-            trees[len(token_ids) - num_rows] = row.drafts
-            paths = _paths(row.drafts)
-            draw_positions += [end - num_rows + 1 + len(path) for path in paths]
-            positions[1 - num_rows :] = [position - 1 for position in draw_positions[1 - num_rows :]]
+            else:
+                trees[len(token_ids) - num_rows] = row.drafts
+                paths = _paths(row.drafts)
+                draw_positions += [end - num_rows + 1 + len(path) for path in paths]
+                positions[1 - num_rows :] = [position - 1 for position in draw_positions[1 - num_rows :]]
             for path in paths:
                 prefix_ids += path
                 prefix_start.append(len(prefix_ids))
@@ -179,11 +177,11 @@ def _slot(table: Sequence[int], index: int, block_size: int) -> int:
     return table[index // block_size] * block_size + index % block_size
 
 
-def _paths(drafts: Drafts) -> list[list[int]]:
+def _paths(drafts: Drafts) -> list[tuple[int, ...]]:
     """The drafted tokens that lead to the committed token (none) and to each node, its own included."""
-    paths: list[list[int]] = [[]]
+    paths: list[tuple[int, ...]] = [()]
     for token_id, parent in zip(drafts.token_ids, drafts.parents, strict=True):
-        paths.append([*paths[parent + 1], token_id])
+        paths.append((*paths[parent + 1], token_id))
     return paths
 
 
