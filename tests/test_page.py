@@ -51,6 +51,7 @@ def open_page(chromium: Any, url: str) -> Iterator[Any]:
 
     def opened(width: int = 1280, height: int = 800, url: str = url, **options: Any) -> Any:
         context = chromium.new_context(viewport={"width": width, "height": height}, **options)
+        context.set_default_timeout(90_000)
         contexts.append(context)
         page = context.new_page()
         page.on("console", lambda message: complaints.append(message.text))
@@ -120,6 +121,14 @@ def test_what_a_model_writes_is_text_and_nothing_else(open_page: Any, url: str) 
     assert all("noopener" in (link.get_attribute("rel") or "") for link in links)
     policy = HTTP.get(url).headers["content-security-policy"]
     assert "default-src 'none'" in policy and "unsafe" not in policy
+
+
+def test_thoughts_are_apart_from_the_answer_and_coloured_too(open_page: Any) -> None:
+    with running("reasoning_parser=think") as (url, _):
+        answer = browser.ask(open_page(url=url), "say: <think>I must say *yes*.</think>yes")
+        assert answer.locator(".thinking .prose").inner_text() == "I must say yes."
+        assert answer.locator(".thinking .token").count() > 3
+        assert answer.locator(":scope > .prose").inner_text() == "yes"
 
 
 @pytest.mark.parametrize("is_broken", [False, True])

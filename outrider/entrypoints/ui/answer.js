@@ -10,55 +10,24 @@ export const SOURCES = {
   predicted: "prediction",
   grammar: "grammar",
   draft_model: "draft model",
+  phrases: "phrases",
 };
 export const nameOf = (source) => SOURCES[source] ?? source;
 export const classOf = (source) => (source in SOURCES ? source : "other");
 
-export class Answer {
+// Text made of tokens, as markdown; each token in the colour of its source.
+class Coloured {
   constructor(container) {
     this.text = "";
-    this.tokenIds = [];
     this.ends = []; // where each token ends in the text
     this.origins = []; // and its source
-    this.counts = {}; // tokens by source
-    this.arrivals = []; // [milliseconds, characters, tokens] after each chunk
-    this.waiting = []; // tokens whose text has not come yet: it may be held back
-    this.body = element("div", { class: "prose", "aria-busy": "true" });
-    this.figures = element("footer");
-    container.append(this.body, this.figures);
-    this.markdown = new Markdown(this.body, (parent, text, places) => this.emit(parent, text, places));
-    this.shownLength = null; // show only so much of it (replay)
-    this.isDrawing = false;
-    this.began = performance.now();
+    this.markdown = new Markdown(container, (parent, text, places) => this.emit(parent, text, places));
   }
 
-  // Take a chunk of the stream.
-  add(chunk) {
-    if (chunk.usage) this.usage = chunk.usage;
-    if (chunk.speculation) this.speculation = chunk.speculation;
-    this.seed = chunk.seed;
-    const choice = chunk.choices[0];
-    if (!choice) return;
-    const sources = choice.token_sources ?? [];
-    sources.forEach((source, i) => {
-      this.counts[source] = (this.counts[source] ?? 0) + 1;
-      this.waiting.push({ text: choice.token_strs[i], source });
-    });
-    this.tokenIds.push(...(choice.token_ids ?? []));
-    this.finishReason = choice.finish_reason ?? this.finishReason;
-    const text = choice.delta.content ?? "";
-    this.attribute(text);
-    this.text += text;
-    if (sources.length) {
-      const before = this.arrivals.at(-1)?.[2] ?? 0;
-      this.arrivals.push([performance.now() - this.began, this.text.length, before + sources.length]);
-    }
-    this.draw();
-  }
-
-  // Say which tokens `text` is made of. Text of a token may come later than the token, or never.
-  attribute(text) {
+  // Append `text` and say which of the `waiting` tokens it is made of. A token's text may come later, or never.
+  add(text, waiting) {
     let end = this.text.length;
+    this.text += text;
     const mark = (length, source) => {
       end += length;
       this.ends.push(end);
@@ -66,19 +35,19 @@ export class Answer {
       text = text.slice(length);
     };
     while (text) {
-      const token = this.waiting[0];
+      const token = waiting[0];
       if (!token) mark(text.length, "model");
-      else if (!token.text) this.waiting.shift();
+      else if (!token.text) waiting.shift();
       else if (text.startsWith(token.text)) {
         mark(token.text.length, token.source);
-        this.waiting.shift();
+        waiting.shift();
       } else if (token.text.startsWith(text)) {
         const { length } = text;
         mark(length, token.source);
         token.text = token.text.slice(length);
       } else {
-        const next = this.waiting.findIndex((other) => other.text && text.startsWith(other.text));
-        if (next > 0) this.waiting.splice(0, next); // tokens that are not shown
+        const next = waiting.findIndex((other) => other.text && text.startsWith(other.text));
+        if (next > 0) waiting.splice(0, next); // tokens that are not shown
         else mark(1, token.source);
       }
     }
@@ -108,6 +77,52 @@ export class Answer {
     }
     return low;
   }
+}
+
+export class Answer {
+  constructor(container) {
+    this.tokenIds = [];
+    this.counts = {}; // tokens by source
+    this.arrivals = []; // [milliseconds, characters, tokens] after each chunk
+    this.waiting = []; // tokens whose text has not come yet: it may be held back
+    this.thoughts = element("div", { class: "prose" });
+    this.thinking = element("details", { class: "thinking", open: "" }, element("summary", {}, "Thinking"), this.thoughts);
+    this.body = element("div", { class: "prose", "aria-busy": "true" });
+    this.figures = element("footer");
+    container.append(this.body, this.figures);
+    this.reasoning = new Coloured(this.thoughts);
+    this.content = new Coloured(this.body);
+    this.shownLength = null; // show only so much of it (replay)
+    this.isDrawing = false;
+    this.began = performance.now();
+  }
+
+  get text() {
+    return this.content.text;
+  }
+
+  // Take a chunk of the stream.
+  add(chunk) {
+    if (chunk.usage) this.usage = chunk.usage;
+    if (chunk.speculation) this.speculation = chunk.speculation;
+    this.seed = chunk.seed;
+    const choice = chunk.choices[0];
+    if (!choice) return;
+    const sources = choice.token_sources ?? [];
+    sources.forEach((source, i) => {
+      this.counts[source] = (this.counts[source] ?? 0) + 1;
+      this.waiting.push({ text: choice.token_strs[i], source });
+    });
+    this.tokenIds.push(...(choice.token_ids ?? []));
+    this.finishReason = choice.finish_reason ?? this.finishReason;
+    this.reasoning.add(choice.delta.reasoning_content ?? "", this.waiting);
+    this.content.add(choice.delta.content ?? "", this.waiting);
+    if (sources.length) {
+      const before = this.arrivals.at(-1)?.[2] ?? 0;
+      this.arrivals.push([performance.now() - this.began, this.text.length, before + sources.length]);
+    }
+    this.draw();
+  }
 
   draw() {
     if (this.isDrawing) return;
@@ -120,7 +135,11 @@ export class Answer {
 
   render() {
     const text = this.shownLength === null ? this.text : this.text.slice(0, this.shownLength);
-    this.markdown.render(text);
+    this.content.markdown.render(text);
+    if (this.reasoning.text) {
+      if (!this.thinking.isConnected) this.body.before(this.thinking);
+      this.reasoning.markdown.render(this.reasoning.text);
+    }
     this.onDraw?.();
   }
 
