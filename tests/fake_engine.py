@@ -86,7 +86,10 @@ class FakeEngineClient:
             "num_accepted_per_position": {"ngram": [3, 1]}, "num_emitting_windows": 3,
             "speculation": {
                 "method": "auto", "profit": {"ratio": 1.5, "gain": 0.5},
-                "controller": {"decisions": [
+                "controller": {"acceptance": {"ngram": [{"depth": "0", "curve": [
+                    {"guessed": 0.5, "accepted": 0.4, "outcomes": 10.0},
+                    {"guessed": 0.9, "accepted": 0.95, "outcomes": 20.0},
+                ]}]}, "decisions": [
                     {"requests": 1, "model_steps": 0, "proposed": 4, "admitted": 3, "expected_gain": 1.5},
                 ]},
             },

@@ -157,6 +157,7 @@ def test_live_charts_are_drawn(open_page: Any) -> None:
     assert page.locator("#sources").get_attribute("aria-label").endswith("n-gram 4 of 10")
     assert page.locator("#positions rect.ngram").count() == 2
     assert page.locator("#decisions rect").count() == 2
+    assert page.locator("#guesses circle.ngram").count() == 2
     assert "running" in page.inner_text("#figures")
     page.click("#live-button")
     assert not page.is_visible("#live")

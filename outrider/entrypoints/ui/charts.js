@@ -122,3 +122,27 @@ export function columns(figure, decisions) {
   const { admitted, proposed } = recent.at(-1);
   show(figure, `${admitted} of ${proposed}`, `the last step verified ${admitted} of ${proposed}`, frame(height, ...content));
 }
+
+// What was guessed of drafts against what came true: on the diagonal the guesses are right. Larger dots saw more.
+export function scatter(figure, series) {
+  const dots = series.flatMap(({ name, kind, points }) => points.map((point) => ({ name, kind, ...point })));
+  if (!dots.length) return show(figure, "", "no drafts yet", nothing("no drafts yet"));
+  const height = 132;
+  const [left, top, right, bottom] = [0, 14, WIDTH, height - 16];
+  const x = (value) => left + value * (right - left);
+  const y = (value) => bottom - value * (bottom - top);
+  const content = [
+    svg("line", { class: "grid", x1: left, x2: right, y1: top, y2: top }),
+    svg("line", { class: "axis", x1: left, x2: right, y1: bottom, y2: bottom }),
+    svg("line", { class: "base", x1: x(0), y1: y(0), x2: x(1), y2: y(1) }),
+    svg("text", { x: left, y: top - 4 }, "100 % accepted"),
+    svg("text", { x: left, y: height - 3 }, "0 % guessed"),
+    svg("text", { x: right, y: height - 3, "text-anchor": "end" }, "100 %"),
+  ];
+  for (const { name, kind, guessed, accepted, outcomes } of dots) {
+    const dot = svg("circle", { class: `hued ${kind}`, cx: x(guessed), cy: y(accepted), r: Math.min(7, 1.5 + Math.sqrt(outcomes) / 2) });
+    dot.append(svg("title", {}, `${name}: guessed ${(100 * guessed).toFixed(0)} %, accepted ${(100 * accepted).toFixed(0)} % of ${Math.round(outcomes)}`));
+    content.push(dot);
+  }
+  show(figure, "", `${dots.length} groups of drafts`, frame(height, ...content));
+}

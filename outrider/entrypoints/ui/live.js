@@ -2,7 +2,7 @@
 
 import { getJson, getText } from "./api.js";
 import { classOf, nameOf } from "./answer.js";
-import { bars, columns, histogram, line } from "./charts.js";
+import { bars, columns, histogram, line, scatter } from "./charts.js";
 import { element } from "./markdown.js";
 
 const PERIOD_MS = 1000;
@@ -55,6 +55,11 @@ function draw(speculation, metrics) {
   bars(at("sources"), sources);
   histogram(at("positions"), sources);
   columns(at("decisions"), speculation.decisions);
+  scatter(at("guesses"), Object.entries(speculation.survival).map(([source, depths]) => ({
+    name: nameOf(source),
+    kind: classOf(source),
+    points: depths.flatMap(({ curve }) => curve),
+  })));
 }
 
 const figure = (name, value) => element("div", {}, element("dt", {}, name), element("dd", {}, String(value)));
