@@ -19,7 +19,7 @@ from schemathesis.checks import CHECKS  # noqa: E402
 from schemathesis.specs.openapi.checks import positive_data_acceptance  # noqa: E402
 
 # In CI a few seconds for each route; more with OUTRIDER_API_EXAMPLES.
-EXAMPLES = int(os.environ.get("OUTRIDER_API_EXAMPLES", "40"))
+EXAMPLES = int(os.environ.get("OUTRIDER_API_EXAMPLES", "10"))
 
 
 @pytest.fixture(scope="module")

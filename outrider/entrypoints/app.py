@@ -176,8 +176,7 @@ def _add_state_routes(app: FastAPI, state: ServerState) -> None:
         state.check_ready()
         return json_response({"status": "ready"})
 
-    @app.post("/ping")
-    @app.get("/ping")
+    @app.api_route("/ping", methods=["GET", "POST"])
     async def ping() -> Response:
         """200 while this process lives."""
         return json_response({"status": "alive"})

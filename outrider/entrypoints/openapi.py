@@ -3,6 +3,7 @@ bodies themselves: bodies, answers, headers, and every status an error may have.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -118,14 +119,17 @@ def describe(app: FastAPI, *, has_keys: bool) -> Callable[[], Schema]:
 
     def openapi() -> Schema:
         if app.openapi_schema is None:
-            document = routes()
+            with warnings.catch_warnings():  # a route of two methods has one id: they get their own below
+                warnings.simplefilter("ignore")
+                document = routes()
             schemas: Schema = {"Error": _ERROR}
             document["components"] = {"schemas": schemas}
             if has_keys:
                 document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
                 document["security"] = [{"key": []}]
             for path, operations in document["paths"].items():
-                for operation in operations.values():
+                for method, operation in operations.items():
+                    operation["operationId"] = f"{method} {path}"
                     _complete(path, operation, schemas, has_keys)
         return app.openapi_schema or routes()
 
