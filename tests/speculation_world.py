@@ -55,6 +55,7 @@ class Request:
     kind: Kind
     length: int = 10**9
     num_tokens: int = 0
+    num_prompt_tokens: int = 0
     params: SamplingParams = field(default_factory=SamplingParams)
 
     @property

@@ -24,6 +24,7 @@ from speculation_world import (
     steep,
 )
 
+from outrider.request import SamplingParams
 from outrider.spec_decode.acceptance import AcceptanceTable, RequestOdds
 from outrider.spec_decode.cost import DraftCost
 from outrider.spec_decode.proposer import NO_DRAFTS, Drafts
@@ -147,6 +148,19 @@ def test_looking_for_drafts_is_done_less_often_where_it_takes_more_than_it_gains
     for number in range(200):
         step(number, 7)
     assert len([number for number in looks if number >= 160]) == 40  # every time
+
+
+def test_a_long_prompt_is_not_read_by_the_drafter_for_a_short_answer() -> None:
+    def first_steps(prompt: int, max_tokens: int) -> int:
+        controller = World().controller()
+        request = Request("r0", CHAT, num_tokens=prompt, num_prompt_tokens=prompt)
+        request.params = SamplingParams(max_tokens=max_tokens)
+        controller.begin_round(1, 0, 0)
+        return controller.choose_model_steps([request], [NO_DRAFTS])[0]
+
+    assert first_steps(20, 20) > 0
+    assert first_steps(500, 1000) > 0
+    assert first_steps(500, 6) == 0
 
 
 def test_requests_that_come_and_go_leave_nothing_behind() -> None:

@@ -134,7 +134,8 @@ class Controller:
         behind = [
             min(length - one.num_fed, self.MOST_FED) for length, one in zip(lengths, tracked, strict=True)
         ]
-        steps, this.is_probe = model_steps.choose(names, needs, behind, this.num_requests)
+        left = [_num_left(request, length) for request, length in zip(requests, lengths, strict=True)]
+        steps, this.is_probe = model_steps.choose(names, needs, behind, left, this.num_requests)
         for i, num in enumerate(steps):
             if num:
                 this.steps[names[i]] = num
@@ -334,6 +335,12 @@ class Controller:
         if self._model_steps.max_steps:
             stats["model_drafting"] = self._model_steps.stats()
         return stats
+
+
+def _num_left(request: RequestView, length: int) -> int:
+    """The most tokens a request may still get; of one without a bound, many."""
+    most = request.params.max_tokens
+    return 1024 if most is None else max(most - (length - request.num_prompt_tokens), 1)
 
 
 def _model_path(drafts: Drafts, alive: Sequence[float]) -> list[float]:

@@ -45,7 +45,7 @@ class ModelSteps:
     PROBE_STEPS = 2  # how far a probe drafts
     PROBE_ROUNDS = 2  # a drafter that was off first has to catch up, so a single round tells little
     FED_AT_ONCE = 2  # tokens of a request that are fed as a matter of course
-    PAID_OFF_IN = 128  # steps
+    PAID_OFF_IN = 64  # steps, or half of what may be left of the request
     MOST_SAVED = 4.0  # steps' time that probes may have saved up
     RATE = 0.1  # weight of a draft in its request's worth
     POOL_RATE = 0.04  # and in that of all requests, which new ones begin with
@@ -97,12 +97,17 @@ class ModelSteps:
         self._prices = [rate * (seconds - before) for seconds in curve[others : others + self.max_steps + 1]]
 
     def choose(
-        self, request_ids: Sequence[str], needs: Sequence[float], behind: Sequence[int], num_requests: int
+        self,
+        request_ids: Sequence[str],
+        needs: Sequence[float],
+        behind: Sequence[int],
+        num_left: Sequence[int],
+        num_requests: int,
     ) -> tuple[list[int], bool]:
         """(steps of each request, whether this is nothing but a probe).
 
         `needs`: what free drafts leave to be gained, 0 to 1; `behind`: tokens that the model has to be fed
-        before it can draft for a request.
+        before it can draft for a request; `num_left`: tokens that a request may still get.
         """
         pool = self._pool
         if pool is None:
@@ -113,9 +118,11 @@ class ModelSteps:
             worths.append(pool.values if worth is None else worth.values)
         fed_token = self._rate * self._draft_cost.per_fed_token
         most = self.FED_AT_ONCE
-        # Catching up from far behind is paid off over many steps.
+        # Catching up from far behind has to be paid off before the request ends, which may be early.
         feeding = [
-            fed_token * (num if num <= most else most + (num - most) / self.PAID_OFF_IN) for num in behind
+            fed_token
+            * (num if num <= most else most + (num - most) / max(min(left / 2, self.PAID_OFF_IN), 1.0))
+            for num, left in zip(behind, num_left, strict=True)
         ]
         num_steps, chosen, gain = self._best(worths, needs, feeding)
         if gain <= (0.0 if self._num_steps else self.MIN_GAIN * num_requests):
