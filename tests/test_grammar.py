@@ -253,6 +253,31 @@ def test_special_tokens_never_stand_for_text(compiler: GrammarCompiler, tokenize
     assert tokenizer.special_ids.isdisjoint(forced)
 
 
+def test_a_structural_tag_binds_what_its_trigger_begins(
+    compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    tag = {"begin": '<call name="age">', "schema": {"type": "integer", "maximum": 99}, "end": "</call>"}
+    matcher = compiler.compile(GrammarSpec.structural_tag([tag], ["<call"])).matcher()
+
+    def give(text: str) -> None:
+        for token_id in tokenizer.encode(text, add_special_tokens=False):
+            assert allows(matcher.masks()[0], token_id)
+            matcher.append(token_id)
+
+    eos = next(iter(compiler.eos_ids))
+    give("I say this: ")
+    assert allows(matcher.masks()[0], eos) and len(tokens_of(matcher.masks()[0])) > 500
+    give("<call")
+    assert not allows(matcher.masks()[0], eos)
+    forced = text_of(tokenizer, matcher.forced())
+    assert forced and ' name="age">'.startswith(forced)
+    give(' name="age">4')
+    assert not allows(matcher.masks()[0], tokenizer.encode("x", add_special_tokens=False)[0])
+    give("2</call>")
+    assert allows(matcher.masks()[0], eos)
+    give(" and go on.")
+
+
 def test_words_with_a_blank_before_them_are_spelt_without_it(tmp_path: Path) -> None:
     tokenizer = save(train_sentencepiece_like(), tmp_path)
     compiler = compiler_of(tokenizer, "</s>")

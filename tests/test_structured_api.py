@@ -218,27 +218,25 @@ class TestTheRealModel:
         )
         assert jsonschema.validate(json.loads(text_of(guided_json=json.dumps(PERSON))), PERSON) is None
 
-    def test_a_structural_tag_binds_what_it_begins(self, served_model: str) -> None:
+    def test_a_structural_tag_is_kept(self, served_model: str) -> None:
         tag = {
             "type": "structural_tag",
             "structures": [
-                {"begin": '<call name="age">', "schema": {"type": "integer", "maximum": 99}, "end": "</call>"}
+                {"begin": '<age of="me">', "schema": {"type": "integer", "maximum": 99}, "end": "</age>"}
             ],
-            "triggers": ["<call"],
+            "triggers": ["<age"],
         }
-        answer = ask(
-            served_model,
-            messages=[
-                {"role": "user", "content": "Call age with your age."},
-                {"role": "assistant", "content": "I am <cal"},
-            ],
-            continue_final_message=True,
-            logit_bias={},
-            response_format=tag,
-            max_tokens=40,
-        )
-        text = "I am <cal" + answer["choices"][0]["message"]["content"]
-        assert answer["choices"][0]["finish_reason"] in ("stop", "length"), text
+        # A bias makes the model write the trigger's first letter at once.
+        ids = post(served_model, "/tokenize", {"prompt": "<", "add_special_tokens": False}).json()["tokens"]
+        answer = ask(served_model, response_format=tag, logit_bias={str(ids[0]): 30}, max_tokens=24)
+        assert answer["choices"][0]["message"]["content"].startswith("<")
+        free = ask(served_model, response_format=tag, max_tokens=24)
+        assert free["choices"][0]["finish_reason"] in ("stop", "length")
+
+    def test_bounds_that_leave_nothing_are_a_400_that_names_them(self, served_model: str) -> None:
+        request = {"messages": HELLO, "guided_choice": ["zz"], "bad_words": ["z", "zz"], "max_tokens": 8}
+        error = error_of(post(served_model, CHAT, request), 400)
+        assert "bad_words" in error["message"] and error["code"] == "nothing_allowed"
 
     def test_requests_with_and_without_a_grammar_share_steps(self, served_model: str) -> None:
         client = openai.AsyncOpenAI(base_url=served_model + "/v1", api_key="none", max_retries=0)

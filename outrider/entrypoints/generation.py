@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from typing import Any, Protocol
 
 from outrider.config import ServerConfig
+from outrider.engine.state import NOTHING_ALLOWED
 from outrider.entrypoints.errors import ApiError
 from outrider.entrypoints.journal import Journal, Record
 from outrider.entrypoints.prepare import Prepared
@@ -243,6 +244,8 @@ class Generation:
         message = output.error or "the engine could not go on with this request"
         if not self._engine.is_alive:
             return ApiError(503, message, code="engine_dead")
+        if message == NOTHING_ALLOWED:
+            return ApiError(400, message, code="nothing_allowed")
         if output.num_prompt_tokens == 0:  # refused before it began
             return ApiError(400, message, code="refused")
         return ApiError(500, message, code="engine_error")
