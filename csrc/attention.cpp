@@ -199,6 +199,22 @@ void check_attention(const AttentionArgs& args) {
           "rotary_dim must be even and at most head_dim");
 }
 
+void append_cache(Team& team, const AttentionBatch& batch, const AttentionArgs& args) {
+  const AttentionKernels& kernels = OUTRIDER_SELECT_KERNELS(attention_kernels);
+  const KVCache& cache = *args.cache;
+  static thread_local std::vector<float> scratch;
+  const size_t floats = size_t(kernels.scratch_floats(1, cache.head_dim, 0));
+  if (scratch.size() < floats + 16) scratch.resize(floats + 16);
+  float* own = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(scratch.data()) + 63) / 64 * 64);
+  constexpr int64_t kRun = 32;
+  team.for_each((batch.num_rows + kRun - 1) / kRun * cache.kv_heads, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t first = i / cache.kv_heads * kRun, last = std::min(first + kRun, batch.num_rows);
+      kernels.append(batch, args, first, last, int(i % cache.kv_heads), 0, INT64_MAX, own);
+    }
+  });
+}
+
 void append_attention(Team& team, const AttentionBatch& batch, const AttentionArgs& args, AttentionScratch& scratch) {
   const AttentionKernels& kernels = OUTRIDER_SELECT_KERNELS(attention_kernels);
   const KVCache& cache = *args.cache;

@@ -89,6 +89,10 @@ struct AttentionScratch {
 // Throws std::invalid_argument when heads, cache and RoPE do not fit together. Ask before the team starts.
 void check_attention(const AttentionArgs& args);
 
+// Collective; ends with a barrier. Writes keys and values of all rows to their slots, without attending: of `args`
+// only k, v, cache, layer, rope and k_norm count.
+void append_cache(Team& team, const AttentionBatch& batch, const AttentionArgs& args);
+
 // Collective; ends with a barrier. Scratch grows as needed: a fresh one is fine, one that is kept is faster.
 void append_attention(Team& team, const AttentionBatch& batch, const AttentionArgs& args, AttentionScratch& scratch);
 

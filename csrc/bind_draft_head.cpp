@@ -65,8 +65,10 @@ nb::tuple draft(DraftHead& self, Ints token_ids, Ints query_start_loc, Ints star
 
 void bind_draft_head(nb::module_& m) {
   nb::class_<DraftHead>(m, "DraftHead", "A program that drafts from hidden states; csrc/draft_head.h.")
-      .def(nb::init<std::shared_ptr<Program>, int, int, int64_t, int, std::vector<int32_t>, int64_t>(), "program"_a,
-           "logits"_a, "hidden"_a, "num_blocks"_a, "block_size"_a, "token_ids"_a, "vocab_size"_a)
+      .def(nb::init<std::shared_ptr<Program>, int, int, int64_t, int, std::vector<int32_t>, int64_t,
+                    std::shared_ptr<Program>>(),
+           "program"_a, "logits"_a, "hidden"_a, "num_blocks"_a, "block_size"_a, "token_ids"_a, "vocab_size"_a,
+           "feeder"_a.none() = nb::none())
       .def("keep",
            [](DraftHead& self, FloatTable hidden, Ints slots) {
              require(hidden.shape(0) == slots.size() && int64_t(hidden.shape(1)) == self.width(),

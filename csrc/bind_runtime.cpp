@@ -160,6 +160,8 @@ void bind_program(nb::module_& m) {
            },
            "out"_a, "q"_a, "k"_a, "v"_a, "layer"_a, "heads"_a, "scale"_a, "window"_a = 0, "rope"_a = nb::none(),
            "q_norm"_a = nb::none(), "k_norm"_a = nb::none(), "norm_eps"_a = 0.0f)
+      .def("append_cache", [](Program& p, PyView, PyView k, PyView v, int layer) { p.append_cache(view(k), view(v), layer); },
+           "out"_a, "k"_a, "v"_a, "layer"_a, "`out` is not written: there is nothing to go on with.")
       .def("silu_mul", [](Program& p, PyView out, PyView a, PyView b) { p.silu_mul(view(out), view(a), view(b)); },
            "out"_a, "gate"_a, "up"_a)
       .def("gelu_mul", [](Program& p, PyView out, PyView a, PyView b) { p.gelu_mul(view(out), view(a), view(b)); },

@@ -57,10 +57,12 @@ struct DraftHead::Step {
 };
 
 DraftHead::DraftHead(std::shared_ptr<Program> program, int logits, int hidden, int64_t num_blocks, int block_size,
-                     std::vector<int32_t> token_ids, int64_t vocab_size)
-    : program_(std::move(program)), logits_(logits), hidden_(hidden), num_blocks_(num_blocks), block_size_(block_size),
+                     std::vector<int32_t> token_ids, int64_t vocab_size, std::shared_ptr<Program> feeder)
+    : program_(std::move(program)), feeder_(std::move(feeder)), logits_(logits), hidden_(hidden), num_blocks_(num_blocks), block_size_(block_size),
       width_(program_->hidden_width()), vocabulary_(std::move(token_ids), vocab_size) {
   require(num_blocks > 0 && block_size > 0 && width_ > 0, "it must read hidden states and have a cache");
+  require(!feeder_ || (feeder_->hidden_width() == width_ && feeder_->max_rows() >= program_->max_rows()),
+          "what feeds it must take as many rows of the same width");
   require(program_->buffer_width(hidden) == width_, "its hidden rows must be as wide as those that it reads");
   require(program_->buffer_width(logits) == vocabulary_.size(), "it needs a token id for each of its logits");
   for (int64_t i = 0; i < vocabulary_.size(); ++i)
@@ -122,6 +124,7 @@ void DraftHead::feed(const std::vector<DraftRequest>& requests, int64_t max_bloc
   step.max_blocks = max_blocks;
   for (size_t i = 0; i < requests.size(); ++i) {
     const DraftRequest& request = requests[i];
+    if (request.num_tokens == 0) continue;
     const auto slot = [&](int64_t position) {
       return request.block_table[position / block_size_] * block_size_ + position % block_size_;
     };
@@ -142,7 +145,26 @@ void DraftHead::feed(const std::vector<DraftRequest>& requests, int64_t max_bloc
   }
 }
 
-void DraftHead::run(Step& step) {
+// Returns what is left to feed.
+std::vector<DraftRequest> DraftHead::feed_ahead(const std::vector<DraftRequest>& requests, int64_t max_blocks,
+                                                Step& step) {
+  constexpr int64_t kFew = 8;  // as many rows cost the whole program no more than another call
+  std::vector<DraftRequest> left = requests, ahead;
+  for (DraftRequest& request : left) {
+    if (!feeder_ || request.num_tokens <= kFew) continue;
+    ahead.push_back(request);
+    const int64_t num = request.num_tokens - (request.steps > 0);
+    ahead.back().num_tokens = num, ahead.back().steps = 0;
+    request.token_ids += num, request.start += num, request.num_tokens -= num;
+  }
+  if (!ahead.empty()) {
+    feed(ahead, max_blocks, step);
+    run(step, *feeder_);
+  }
+  return left;
+}
+
+void DraftHead::run(Step& step, Program& program) {
   StepInputs in;
   in.token_ids = step.token_ids.data();
   in.hidden = step.hidden.data();
@@ -156,7 +178,7 @@ void DraftHead::run(Step& step) {
   in.attention.seq_lens = step.lengths.data();
   in.attention.block_tables = step.tables.data();
   in.attention.max_blocks = step.max_blocks;
-  program_->run(in);
+  program.run(in);
 }
 
 void DraftHead::draft(const std::vector<DraftRequest>& requests, int64_t max_blocks, int max_steps,
@@ -170,8 +192,9 @@ void DraftHead::draft(const std::vector<DraftRequest>& requests, int64_t max_blo
   if (requests.empty()) return;
   check(requests, max_blocks, max_steps);
   Step step, next;
-  feed(requests, max_blocks, step);
-  run(step);
+  const std::vector<DraftRequest> left = feed_ahead(requests, max_blocks, step);
+  feed(left, max_blocks, step);
+  if (!step.token_ids.empty()) run(step, *program_);
   for (const DraftRequest& request : requests) {
     const int64_t end = request.start + request.num_tokens;
     for (int64_t block = request.start / block_size_; (block + 1) * block_size_ <= end; ++block)
@@ -184,7 +207,7 @@ void DraftHead::draft(const std::vector<DraftRequest>& requests, int64_t max_blo
     const auto draw = [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) {
         const int64_t i = step.drafting[static_cast<size_t>(row)];
-        const DraftRequest& request = requests[static_cast<size_t>(i)];
+        const DraftRequest& request = left[static_cast<size_t>(i)];
         const Draft draft =
             draft_row(logits + row * vocabulary_.size(), vocabulary_, *request.state, {token_ids + i * max_steps, depth},
                       request.start + request.num_tokens + depth);
@@ -203,7 +226,7 @@ void DraftHead::draft(const std::vector<DraftRequest>& requests, int64_t max_blo
     next.max_blocks = max_blocks;
     for (int64_t row = 0; row < rows; ++row) {
       const int64_t i = step.drafting[static_cast<size_t>(row)];
-      const DraftRequest& request = requests[static_cast<size_t>(i)];
+      const DraftRequest& request = left[static_cast<size_t>(i)];
       const int32_t token = token_ids[i * max_steps + depth];
       if (token < 0 || depth + 1 >= request.steps) continue;
       const int64_t position = request.start + request.num_tokens + depth;
@@ -215,7 +238,7 @@ void DraftHead::draft(const std::vector<DraftRequest>& requests, int64_t max_blo
       next.logits_indices.push_back(next.starts.back() - 1);
     }
     std::swap(step, next);
-    if (!step.drafting.empty()) run(step);
+    if (!step.drafting.empty()) run(step, *program_);
   }
 }
 

@@ -115,6 +115,12 @@ struct Attention : Program::Instruction {
   }
 };
 
+struct AppendCache : Program::Instruction {
+  AttentionArgs args;
+  const char* name() const override { return "append_cache"; }
+  void run(Team& team, const Step& step) const override { outrider::append_cache(team, step.in.attention, args); }
+};
+
 struct Binary : Program::Instruction {
   using Fn = void (*)(Team&, Rows, Rows, int64_t, int64_t, Rows);
   const char* label;
@@ -305,6 +311,22 @@ void Program::append_attention(View out, View q, View k, View v, AttentionOption
   args.norm_eps = op->options.norm_eps;
   check_attention(args);
   if (args.rope) max_positions_ = std::min(max_positions_, args.rope->max_position);
+  push(std::move(op));
+}
+
+void Program::append_cache(View k, View v, int layer) {
+  require(cache_ != nullptr, "append_cache: the program has no cache");
+  const int64_t kv_width = int64_t(cache_->head_dim) * cache_->kv_heads;
+  const Resolved rk = resolve(k), rv = resolve(v);
+  require(k.width == kv_width && v.width == kv_width && !rk.gathered && !rv.gathered,
+          "append_cache: shapes do not fit the cache");
+  require(layer >= 0 && layer < cache_->num_layers, "append_cache: no such layer");
+  auto op = std::make_unique<AppendCache>();
+  op->args.k = rk.rows.data, op->args.k_stride = rk.rows.stride;
+  op->args.v = rv.rows.data, op->args.v_stride = rv.rows.stride;
+  op->args.heads = cache_->kv_heads;
+  op->args.cache = cache_.get();
+  op->args.layer = layer;
   push(std::move(op));
 }
 

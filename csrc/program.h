@@ -70,6 +70,7 @@ class Program {
   void layer_norm(View out, View x, std::vector<float> weight, std::vector<float> bias, float eps);
   void rope(View out, View x, std::shared_ptr<const RopeTable> table, int heads);
   void append_attention(View out, View q, View k, View v, AttentionOptions options);
+  void append_cache(View k, View v, int layer);  // writes them to the step's slots
   void silu_mul(View out, View gate, View up);
   void gelu_mul(View out, View gate, View up);
   void add(View out, View a, View b);

@@ -15,7 +15,7 @@ from native_models import random_tensors, tiny_config
 from outrider.backends import make_backend
 from outrider.backends.ops import RopeSpec
 from outrider.models.config import ModelConfig
-from outrider.models.mtp import compile_module, module_shapes, module_weights
+from outrider.models.mtp import compile_feeder, compile_module, module_shapes, module_weights
 from outrider.models.mtp_loader import load_head
 from outrider.spec_decode.draft_head import SteppedDraftHead, make_draft_head
 
@@ -74,11 +74,21 @@ def make(
         made, head, module_weights(made, head, tensors, handles, quantization),
         max_rows=64, max_logits_rows=8, kv_cache_dtype="f32", **limits,
     )  # fmt: skip
+    feeder = compile_feeder(
+        executable, head, module_weights(made, head, tensors, handles, quantization),
+        max_rows=64, max_position=NUM_BLOCKS * BLOCK,
+    )  # fmt: skip
     if stepped:
         ids = np.arange(VOCAB, dtype=np.int32) if head.draft_token_ids is None else head.draft_token_ids
         return SteppedDraftHead(executable, WIDTH, NUM_BLOCKS, BLOCK, 64, ids, VOCAB)
     return make_draft_head(
-        executable, width=WIDTH, max_rows=64, token_ids=head.draft_token_ids, vocab_size=VOCAB, **limits
+        executable,
+        width=WIDTH,
+        max_rows=64,
+        token_ids=head.draft_token_ids,
+        vocab_size=VOCAB,
+        feeder=feeder,
+        **limits,
     )
 
 

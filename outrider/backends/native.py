@@ -146,6 +146,19 @@ class NativeBackend:
         return _emit(graph, cache, max_rows, max_logits_rows, max_position)
 
 
+def compile_beside(
+    other: NativeExecutable, build_fn: BuildFn, config: Any, weights: Mapping[str, Weight], *, max_rows: int,
+    max_position: int,
+) -> _native.Program:  # fmt: skip
+    """A program over the cache of a compiled one, for what it leaves there: it has no output."""
+    ops = RecordingOps(lambda weight: weight.shape)
+    graph = Graph(ops.nodes, [build_fn(ops, config, weights)])
+    fuse(graph, lambda weight: weight.is_pair)
+    graph.remove_unused()
+    pack_weights(graph)
+    return _emit(graph, other.cache, max_rows, 1, max_position).program
+
+
 def pack_weights(graph: Graph) -> None:
     """Pack every weight of the graph, several at a time, lay them next to each other in order of use, and
     put them in its nodes: in a linear a list, since a weight whose tensors differ in format takes several

@@ -69,6 +69,9 @@ class Ops(Protocol):
         """Write k and v to the step's slots, then let every row attend to positions <= its own
         (and > own - window) of its request -> [rows, num_heads * head_dim]."""
 
+    def append_cache(self, k: Array, v: Array, *, layer: int, num_kv_heads: int, head_dim: int) -> Array:
+        """Only write k and v to the step's slots. What it returns must not be read."""
+
     def silu_mul(self, gate: Array, up: Array) -> Array:
         """silu(gate) * up."""
 

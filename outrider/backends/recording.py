@@ -73,7 +73,7 @@ class Graph:
         needed = {view.value for view in self.outputs}
         kept = []
         for node in reversed(self.nodes):
-            if node.out in needed or node.op == "append_attention":
+            if node.out in needed or node.op in ("append_attention", "append_cache"):
                 kept.append(node)
                 needed.update(view.value for view in node.inputs)
         self.nodes = kept[::-1]
@@ -130,6 +130,11 @@ class RecordingOps:
             "append_attention", q.width, [q, k, v], layer=layer, heads=num_heads, kv_heads=num_kv_heads,
             head_dim=head_dim, scale=scale, window=window or 0,
         )  # fmt: skip
+
+    def append_cache(self, k: View, v: View, *, layer: int, num_kv_heads: int, head_dim: int) -> View:
+        if k.width != num_kv_heads * head_dim or v.width != k.width:
+            raise ValueError(f"append_cache: k and v of {k.width} and {v.width} do not fit the heads")
+        return self._record("append_cache", 1, [k, v], layer=layer)
 
     def silu_mul(self, gate: View, up: View) -> View:
         return self._record("silu_mul", gate.width, [gate, up])

@@ -321,6 +321,15 @@ class TorchOps:
         scores = scores.masked_fill(hidden[:, None, None], -torch.inf)
         return torch.einsum("rkgc,ckd->rkgd", scores.softmax(-1), values)
 
+    def append_cache(
+        self, k: TorchTensor, v: TorchTensor, *, layer: int, num_kv_heads: int, head_dim: int
+    ) -> TorchTensor:
+        keys, values = self._cache.keys[layer], self._cache.values[layer]
+        slots = self._indices(self._batch.slot_mapping, k.device)
+        keys[slots] = k.unflatten(-1, (num_kv_heads, head_dim)).to(keys.dtype)
+        values[slots] = v.unflatten(-1, (num_kv_heads, head_dim)).to(values.dtype)
+        return k
+
     def silu_mul(self, gate: TorchTensor, up: TorchTensor) -> TorchTensor:
         return F.silu(gate) * up
 

@@ -10,7 +10,7 @@ from outrider.backends.ops import Weight
 from outrider.config import EngineConfig
 from outrider.engine.memory import MemoryPlan
 from outrider.models.loader import Checkpoint
-from outrider.models.mtp import MTPHead, compile_module, module_weights
+from outrider.models.mtp import MTPHead, compile_feeder, compile_module, module_weights
 from outrider.models.mtp_loader import find_head
 from outrider.spec_decode.draft_head import DraftHead, make_draft_head
 from outrider.spec_decode.mtp import CATCH_UP_ROWS, MOST_PENDING
@@ -87,5 +87,12 @@ def compile_draft_head(
         max_rows=max_rows(config),
         token_ids=head.draft_token_ids,
         vocab_size=checkpoint.config.vocab_size,
+        feeder=compile_feeder(
+            executable,
+            head,
+            weights,
+            max_rows=max_rows(config),
+            max_position=min(plan.max_model_len, plan.num_blocks * plan.block_size),
+        ),
         **limits,
     )

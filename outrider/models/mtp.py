@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.backends import Backend, Executable
+from outrider.backends.native import NativeExecutable, compile_beside
 from outrider.backends.ops import Array, Ops, Weight
 from outrider.models.config import ModelConfig
 from outrider.models.llama import decoder_layer
@@ -78,11 +79,32 @@ def module_shapes(config: MTPConfig) -> dict[str, tuple[int, ...]]:
 def build(ops: Ops, config: MTPConfig, weights: Mapping[str, Weight]) -> Array:
     """The module, from the step's token ids and hidden states to draft logits of the rows that need them."""
     eps = config.layer.rms_eps
+    x = decoder_layer(ops, config.layer, weights, 0, _layer_input(ops, config, weights))
+    return ops.linear(ops.rms_norm(ops.gather_rows(x), weights["norm"], eps), weights["head"])
+
+
+def build_feed(ops: Ops, config: MTPConfig, weights: Mapping[str, Weight]) -> Array:
+    """Only what rows leave in the cache: with a single layer that depends on no other row."""
+    layer = config.layer
+    normed = ops.rms_norm(_layer_input(ops, config, weights), weights["layers.0.attn_norm"], layer.rms_eps)
+    width = layer.num_kv_heads * layer.head_dim
+    k, v = ops.split(ops.linear(normed, weights["layers.0.kv"], weights.get("layers.0.kv_bias")), [width] * 2)
+    if layer.qk_norm:
+        k = ops.rms_norm(k, weights["layers.0.k_norm"], layer.rms_eps, layer.num_kv_heads)
+    return ops.append_cache(
+        ops.rope(k, layer.rope, layer.num_kv_heads),
+        v,
+        layer=0,
+        num_kv_heads=layer.num_kv_heads,
+        head_dim=layer.head_dim,
+    )
+
+
+def _layer_input(ops: Ops, config: MTPConfig, weights: Mapping[str, Weight]) -> Array:
+    eps = config.layer.rms_eps
     hidden = ops.rms_norm(ops.hidden_rows(config.layer.hidden_size), weights["hidden_norm"], eps)
     token = ops.rms_norm(ops.embedding(weights["embed"]), weights["emb_norm"], eps)
-    x = ops.add(ops.linear(token, weights["proj_embed"]), ops.linear(hidden, weights["proj_hidden"]))
-    x = decoder_layer(ops, config.layer, weights, 0, x)
-    return ops.linear(ops.rms_norm(ops.gather_rows(x), weights["norm"], eps), weights["head"])
+    return ops.add(ops.linear(token, weights["proj_embed"]), ops.linear(hidden, weights["proj_hidden"]))
 
 
 def module_weights(
@@ -104,6 +126,9 @@ def module_weights(
     }
     if head.config.has_norm:
         plan["norm"] = ["norm"]
+    plan["layers.0.kv"] = ["layers.0.k", "layers.0.v"]  # for `build_feed`
+    if head.config.layer.attention_bias:
+        plan["layers.0.kv_bias"] = ["layers.0.k_bias", "layers.0.v_bias"]
     weights = {
         handle: backend.weight([tensors[name] for name in names], quantization)
         for handle, names in plan.items()
@@ -140,3 +165,14 @@ def compile_module(
     """The module as something that runs steps; `limits` are those of `Backend.compile`. Its output's hidden
     states are those that it goes on from."""
     return backend.compile(build, head.config, weights, hidden="pre_norm", **limits)
+
+
+def compile_feeder(
+    executable: Executable, head: MTPHead, weights: Mapping[str, Weight], *, max_rows: int, max_position: int
+) -> Any:
+    """A native program that only feeds a native module's cache; None for other backends."""
+    if not isinstance(executable, NativeExecutable):
+        return None
+    return compile_beside(
+        executable, build_feed, head.config, weights, max_rows=max_rows, max_position=max_position
+    )

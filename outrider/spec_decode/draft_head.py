@@ -61,12 +61,14 @@ def make_draft_head(
     max_rows: int,
     token_ids: Int32 | None,
     vocab_size: int,
+    feeder: Any = None,
 ) -> DraftHead:
-    """For a compiled module whose logits are those of `token_ids` (None: of the whole vocabulary)."""
+    """For a compiled module whose logits are those of `token_ids` (None: of the whole vocabulary). `feeder`:
+    a native program that only writes its cache."""
     ids = np.arange(vocab_size, dtype=np.int32) if token_ids is None else token_ids
     if isinstance(executable, NativeExecutable):
         return _native.DraftHead(  # type: ignore[no-any-return]
-            executable.program, *executable.outputs, num_blocks, block_size, ids.tolist(), vocab_size
+            executable.program, *executable.outputs, num_blocks, block_size, ids.tolist(), vocab_size, feeder
         )
     return SteppedDraftHead(executable, width, num_blocks, block_size, max_rows, ids, vocab_size)
 
