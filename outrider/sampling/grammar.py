@@ -188,7 +188,8 @@ class GrammarMatcher:
         is known."""
         path = tuple(after)
         found: list[int] = []
-        while len(found) < limit:
+        # The inner matcher never takes an end: it cannot be taken back from there.
+        while len(found) < limit and self._grammar.eos_ids.isdisjoint(path):
             self._go_to(path)
             coming = [] if self._inner.is_error() else self._inner.compute_ff_tokens()
             num_known = len(found)
@@ -197,6 +198,8 @@ class GrammarMatcher:
                     break
                 found.append(token_id)
                 path += (token_id,)
+                if token_id in self._grammar.eos_ids:
+                    return found
             if len(found) == num_known:
                 break
         return found
@@ -204,6 +207,8 @@ class GrammarMatcher:
     def choices(self, after: Sequence[int], most: int) -> list[int]:
         """The tokens that can follow `after` (which is allowed) and do not end the text, if there are no more
         than `most`; else none."""
+        if not self._grammar.eos_ids.isdisjoint(after):
+            return []
         mask = self._mask_after(tuple(after))
         words = np.flatnonzero(mask).tolist()
         if len(words) > most + len(self._grammar.eos_ids):
