@@ -50,6 +50,12 @@ def forests(draw: st.DrawFn) -> list[Drafts]:
     return result
 
 
+def rate_of(tokens: float, num_requests: int, other_rows: int, num_drafts: int, curve: list[float]) -> float:
+    """Tokens per second; what the other rows take by themselves is not counted."""
+    base = num_requests + other_rows
+    return tokens / (curve[num_requests] + curve[base + num_drafts] - curve[base])
+
+
 def best_rate(forest: list[Drafts], num_requests: int, other_rows: int, curve: list[float]) -> float:
     """Over every subset of nodes that is closed under parents."""
     nodes = [(r, i) for r, drafts in enumerate(forest) for i in range(len(drafts))]
@@ -58,7 +64,7 @@ def best_rate(forest: list[Drafts], num_requests: int, other_rows: int, curve: l
         kept = {node for node, is_kept in zip(nodes, chosen, strict=True) if is_kept}
         if all(forest[r].parents[i] < 0 or (r, forest[r].parents[i]) in kept for r, i in kept):
             tokens = num_requests + sum(forest[r].survival[i] for r, i in kept)
-            best = max(best, tokens / curve[num_requests + other_rows + len(kept)])
+            best = max(best, rate_of(tokens, num_requests, other_rows, len(kept), curve))
     return best
 
 
@@ -80,7 +86,7 @@ def test_no_other_choice_gives_more_expected_tokens_per_second(
         assert set(drafts.token_ids) <= set(proposal.token_ids)  # tokens name the nodes
     curve = calibration(*seconds).curve(0, 40)
     tokens = num_requests + sum(sum(drafts.survival) for drafts in admitted)
-    rate = tokens / curve[num_requests + other_rows + sum(map(len, admitted))]
+    rate = rate_of(tokens, num_requests, other_rows, sum(map(len, admitted)), curve)
     assert rate == pytest.approx(best_rate(forest, num_requests, other_rows, curve), rel=1e-12)
 
 
@@ -114,6 +120,15 @@ def test_rows_beside_the_drafts_move_the_point_on_the_curve() -> None:
     seconds = (1.0, 1.0, 1.0, 1.0, 3.0, 5.0)
     assert len(controller(*seconds).admit([chain(0.9, 0.9, 0.9)], 1)[0]) == 3
     assert len(controller(*seconds).admit([chain(0.9, 0.9, 0.9)], 1, other_rows=2)[0]) == 1
+
+
+def test_a_prompt_in_the_same_step_does_not_make_drafts_look_cheap() -> None:
+    steps = Calibration((1, 2, 100), (0,), ((1.0, 1.5, 50.5),))
+    decider = Controller(StepCost(steps), min_gain=0.0)
+    assert decider.admit([chain(0.4)], 1) == [NO_DRAFTS]
+    # Beside 90 rows it adds a hundredth to the step, but half a plain step in time all the same.
+    assert decider.admit([chain(0.4)], 1, other_rows=90) == [NO_DRAFTS]
+    assert decider.admit([chain(0.6)], 1, other_rows=90) == [chain(0.6)]
 
 
 def test_not_adaptive_verifies_exactly_what_was_proposed() -> None:

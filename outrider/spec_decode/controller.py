@@ -5,6 +5,7 @@ the most expected tokens per second:
 
     (number of requests + sum of the admitted survivals) / (T(rows) + time that drafting took)
 
+where the time of prompts that are read in the same step is left out.
 `T` comes from a calibration and is corrected by what steps really take; survivals come from the sources and
 are corrected by what became of their drafts. Where drafting itself runs a model, the controller says before
 that for how many steps. Zero drafts is always a candidate.
@@ -248,7 +249,9 @@ class Controller:
         """How many of the nodes, given in falling order of survival, give the most tokens per second."""
         base, requests = num_requests + other_rows, self._cost.of_requests(num_requests)
         seconds = self._cost.curve(context, base + num_nodes)
-        beside = requests + self.model_seconds  # time that the rows do not change
+        # Time that the rows do not change. A prompt's is spent in any case: counted in, it would make tokens
+        # look rare and rows cheap, while the same rows in the next steps would bring more.
+        beside = requests + self.model_seconds - (seconds[base] - seconds[num_requests])
         plain = best = num_requests / (seconds[base] + beside)
         needed = plain if self._is_speculating else plain * (1.0 + self._min_gain)
         chosen = 0
@@ -265,7 +268,7 @@ class Controller:
             chosen, best = 0, plain
         self._is_speculating = chosen > 0
         self._price = best * (seconds[base + chosen] - seconds[base]) / chosen if chosen else 0.0
-        gain = best * (seconds[base] + requests) / num_requests
+        gain = best * (seconds[num_requests] + requests) / num_requests
         self._model_steps.observe_admission(gain, chosen)
         self._remember(num_requests, num_nodes, chosen, gain)
         return chosen

@@ -91,7 +91,7 @@ class ModelSteps:
         self._rounds += 1
         others = num_rows + round(self._num_extra_rows * (num_requests - 1) / max(num_requests, 1))
         curve = self._cost.curve(context, others + self.max_steps)
-        plain = curve[num_rows] + self._cost.of_requests(num_requests)
+        plain = curve[num_requests] + self._cost.of_requests(num_requests)
         self._rate = rate = self._gain * num_requests / plain
         before = curve[others]
         self._prices = [rate * (seconds - before) for seconds in curve[others : others + self.max_steps + 1]]
