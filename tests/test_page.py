@@ -155,7 +155,7 @@ def test_live_charts_are_drawn(open_page: Any) -> None:
     page.locator("#profit path.line").wait_for(state="attached")
     assert page.locator("#profit figcaption").get_attribute("data-value") == "1.50 ×"
     assert page.locator("#sources").get_attribute("aria-label").endswith("n-gram 4 of 10")
-    assert page.locator("#positions rect.ngram").count() == 2
+    assert page.locator("#positions circle.ngram").count() == 2
     assert page.locator("#decisions rect").count() == 2
     assert page.locator("#guesses circle.ngram").count() == 2
     assert "running" in page.inner_text("#figures")

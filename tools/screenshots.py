@@ -90,6 +90,9 @@ def chat(chromium: Any, url: str) -> None:
     page = opened(chromium, url, 1280, 860)
     browser.ask(page, CODE)
     save(page, "chat")
+    for text in (LIST, "Count from one to thirty in words.", "Now count backwards."):
+        browser.ask(page, text)
+    page.set_viewport_size({"width": 1280, "height": 1100})
     save(page, "charts", "#live")
 
 

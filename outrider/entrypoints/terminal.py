@@ -12,7 +12,8 @@ from typing import Any
 RESET, DIM, BOLD = "\x1b[0m", "\x1b[2m", "\x1b[1m"
 COLOURS = {
     "model": "", "mtp": "\x1b[35m", "ngram": "\x1b[32m", "suffix": "\x1b[36m", "predicted": "\x1b[33m",
-    "grammar": "\x1b[95m", "draft_model": "\x1b[34m", "phrases": "\x1b[96m",
+    "grammar": "\x1b[93m", "draft_model": "\x1b[34m", "phrases": "\x1b[96m",
+    "mtp_second": "\x1b[95m",
 }  # fmt: skip
 OTHER = "\x1b[94m"
 

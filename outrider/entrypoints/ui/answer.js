@@ -5,6 +5,7 @@ import { Markdown, copyText, element } from "./markdown.js";
 export const SOURCES = {
   model: "model",
   mtp: "MTP",
+  mtp_second: "MTP’s second choice",
   ngram: "n-gram",
   suffix: "suffix",
   predicted: "prediction",
@@ -154,7 +155,7 @@ export class Answer {
   finish(note) {
     this.body.setAttribute("aria-busy", "false");
     this.render();
-    this.figures.replaceChildren(this.shares(), this.line(note), this.buttons());
+    this.figures.replaceChildren(this.shares(), this.line(note), this.accepted(), this.buttons());
   }
 
   shares() {
@@ -182,13 +183,21 @@ export class Answer {
     const stats = this.speculation;
     if (stats?.draft_tokens) {
       line.append(element("span", {}, `${stats.mean_acceptance_length.toFixed(2)} a step`));
-      for (const [source, counts] of Object.entries(stats.by_source)) {
-        const text = `${nameOf(source)} ${counts.accepted_tokens} of ${counts.draft_tokens} accepted`;
-        line.append(element("span", {}, element("i", { class: `dot ${classOf(source)}` }), text));
-      }
     }
     if (this.arrivals.length) line.append(element("span", {}, `first after ${(this.arrivals[0][0] / 1000).toFixed(2)} s`));
     if (this.finishReason === "length") line.append(element("span", {}, "cut at max tokens"));
+    return line;
+  }
+
+  accepted() {
+    const sources = Object.entries(this.speculation?.by_source ?? {}).filter(([, counts]) => counts.draft_tokens);
+    const line = element("p", { class: "accepted" });
+    if (sources.length) line.append(element("span", {}, "accepted"));
+    for (const [source, counts] of sources) {
+      const title = `${counts.accepted_tokens} of ${counts.draft_tokens} tokens that ${nameOf(source)} drafted`;
+      const text = `${nameOf(source)} ${counts.accepted_tokens}/${counts.draft_tokens}`;
+      line.append(element("span", { title }, element("i", { class: `dot ${classOf(source)}` }), text));
+    }
     return line;
   }
 

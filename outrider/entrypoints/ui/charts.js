@@ -70,32 +70,34 @@ export function bars(figure, series) {
   show(figure, "", words, ...rows);
 }
 
-// Shares by place in the draft, the series beside each other.
-export function histogram(figure, series) {
-  const places = Math.min(16, Math.max(0, ...series.map(({ byPlace }) => byPlace.length)));
-  if (!places) return show(figure, "", "no drafts yet", nothing("no drafts yet"));
-  const height = 96;
+// Shares by place in the draft, a line for each series.
+export function places(figure, series) {
+  const most = Math.min(16, Math.max(0, ...series.map(({ byPlace }) => byPlace.length)));
+  if (!most) return show(figure, "", "no drafts yet", nothing("no drafts yet"));
+  const height = 108;
   const [top, bottom] = [14, height - 16];
-  const slot = WIDTH / Math.max(places, 8);
-  const width = Math.min(14, (slot - 5) / series.length);
+  const slot = WIDTH / Math.max(most, 6);
+  const x = (place) => (place + 0.5) * slot;
   const content = [
     svg("line", { class: "grid", x1: 0, x2: WIDTH, y1: top, y2: top }),
     svg("text", { x: 0, y: top - 4 }, "100 %"),
     svg("line", { class: "axis", x1: 0, x2: WIDTH, y1: bottom, y2: bottom }),
   ];
-  for (let place = 0; place < places; place++) {
-    const left = place * slot + (slot - width * series.length) / 2;
-    series.forEach(({ name, kind, byPlace }, i) => {
-      const { part, whole } = byPlace[place] ?? { part: 0, whole: 0 };
-      if (!whole) return;
-      const size = (part / whole) * (bottom - top);
-      const bar = svg("rect", { class: `fill ${kind}`, x: left + i * width + 0.5, y: bottom - size, width: width - 1, height: size, rx: 1.5 });
-      bar.append(svg("title", {}, `${name}, place ${place + 1}: ${part} of ${whole} accepted`));
-      content.push(bar);
-    });
-    content.push(svg("text", { x: place * slot + slot / 2, y: height - 3, "text-anchor": "middle" }, String(place + 1)));
+  for (let place = 0; place < most; place++) {
+    content.push(svg("text", { x: x(place), y: height - 3, "text-anchor": "middle" }, String(place + 1)));
   }
-  show(figure, "", `${places} places`, frame(height, ...content));
+  for (const { name, kind, byPlace } of series) {
+    const seen = byPlace.slice(0, most).map((counts, place) => ({ ...counts, place })).filter(({ whole }) => whole);
+    const y = ({ part, whole }) => bottom - (part / whole) * (bottom - top);
+    const points = seen.map((point) => `${x(point.place).toFixed(1)},${y(point).toFixed(1)}`);
+    content.push(svg("path", { class: `trend ${kind}`, d: `M${points.join(" L")}` }));
+    for (const point of seen) {
+      const dot = svg("circle", { class: `solid ${kind}`, cx: x(point.place), cy: y(point), r: 2.5 });
+      dot.append(svg("title", {}, `${name}, place ${point.place + 1}: ${point.part} of ${point.whole} accepted`));
+      content.push(dot);
+    }
+  }
+  show(figure, "", `${most} places`, frame(height, ...content));
 }
 
 // The controller's last decisions: what was proposed, and what of it was verified.

@@ -2,7 +2,7 @@
 
 import { getJson, getText } from "./api.js";
 import { classOf, nameOf } from "./answer.js";
-import { bars, columns, histogram, line, scatter } from "./charts.js";
+import { bars, columns, line, places, scatter } from "./charts.js";
 import { element } from "./markdown.js";
 
 const PERIOD_MS = 1000;
@@ -53,7 +53,7 @@ function draw(speculation, metrics) {
     })),
   }));
   bars(at("sources"), sources);
-  histogram(at("positions"), sources);
+  places(at("positions"), sources);
   columns(at("decisions"), speculation.decisions);
   scatter(at("guesses"), Object.entries(speculation.survival).map(([source, depths]) => ({
     name: nameOf(source),
