@@ -343,3 +343,24 @@ def test_without_torch_the_command_says_what_to_install(monkeypatch: Any, capsys
 def test_wrong_values_are_refused(flags: list[str], message: str, capsys: Any) -> None:
     assert cli.main(["train-mtp", "--out", "/tmp/x", *flags]) == 2
     assert message in capsys.readouterr().err
+
+
+def _train_in_rank(rank: int, folder: str, data: str) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2
+    )
+    trainer = make_trainer(tiny_target(), Store(data), steps=4)
+    trainer._rank, trainer._ranks = rank, 2
+    for _ in range(4):
+        trainer.train_step()
+    torch.save([trainer.head.state_dict(), trainer.tokens], f"{folder}/rank{rank}.pt")
+
+
+@pytest.mark.slow
+def test_ranks_stay_equal(data: Store, tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(_train_in_rank, (str(tmp_path), str(data.path)), nprocs=2)
+    (one, tokens), (other, others) = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
+    assert tokens == others > 0
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name

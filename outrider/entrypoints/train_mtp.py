@@ -44,6 +44,7 @@ def _parser() -> Parser:
     add("--data-files", metavar="FILE", nargs="+", default=[], help="texts for summarise and edit prompts")
     add("--tokens", type=int, default=1_000_000, help="tokens to generate (default: %(default)s)")
     add("--heldout-tokens", type=int, default=7000, help="of each held-out set (default: %(default)s)")
+    add("--heldout-limit", type=int, help="evaluate only so many conversations of each held-out set")
     add("--hours", type=float, help="train for so long, generating not counted")
     add("--steps", type=int, help="train for so many updates (default without --hours: 4 epochs)")
     add("--resume", action="store_true", help="go on from DIR's checkpoint")
@@ -57,6 +58,7 @@ def _parser() -> Parser:
     add("--optimizer", choices=("muon", "adamw"), default="muon")
     add("--batch-tokens", type=int, default=2048, help="of an update (default: %(default)s)")
     add("--question-weight", type=float, default=0.5, help="of tokens in questions that the model wrote")
+    add("--prompt-weight", type=float, default=0.0, help="of tokens that the model was given")
     add("--start", choices=("residual", "layer", "identity"), default="residual", help="first weights")
     add("--seed", type=int, default=0)
     add("--workers", type=int, default=1, help="processes that generate, of one thread each if several")
@@ -103,6 +105,7 @@ def _options(options: Any, pipeline: Any) -> Any:
         data_files=tuple(options.data_files),
         tokens=options.tokens,
         heldout_tokens=options.heldout_tokens,
+        heldout_limit=options.heldout_limit,
         places=options.places,
         workers=options.workers,
         worker=options.worker,
@@ -110,6 +113,7 @@ def _options(options: Any, pipeline: Any) -> Any:
         vocab=options.vocab,
         batch_tokens=options.batch_tokens,
         question_weight=options.question_weight,
+        prompt_weight=options.prompt_weight,
         start=options.start,
         compute=options.compute,
         device=options.device,

@@ -73,12 +73,13 @@ class Batches:
         *,
         batch_tokens: int,
         question_weight: float,
+        prompt_weight: float = 0.0,
     ) -> None:
         self.corpus = corpus
         self._slot_of = np.full(vocab_size + 1, -1, np.int32)  # one more: -1 stays -1
         self._slot_of[token_ids] = np.arange(len(token_ids))
         self._batch_tokens = batch_tokens
-        self._role_weights = np.array([0.0, question_weight, 1.0], np.float32)
+        self._role_weights = np.array([prompt_weight, question_weight, 1.0], np.float32)
         self._uses: list[int] = []
 
     def plan(self, rng: random.Random) -> list[list[int]]:

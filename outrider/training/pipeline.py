@@ -40,6 +40,7 @@ HELDOUT_TEMPERATURES = (0.0, 0.7)
 _HELDOUT_ANSWER = 160  # tokens at most
 _HELDOUT_SEED = 7
 _CHECKPOINT_SECONDS = 300
+_REFRESH_EVERY = 8  # updates: data may still be coming
 _EVALUATE_EVERY = 3  # checkpoints
 _FOLLOWED = 8  # conversations of each held-out set that are evaluated on the way
 _EPOCHS = 4  # without --steps and --hours
@@ -56,6 +57,7 @@ class Options:
     data_files: tuple[str, ...] = ()
     tokens: int = 1_000_000
     heldout_tokens: int = 7000
+    heldout_limit: int | None = None  # conversations of each held-out set that are evaluated
     places: int = 64
     workers: int = 1
     worker: int | None = None  # this process is one of the workers and only generates
@@ -63,6 +65,7 @@ class Options:
     vocab: int = 8192
     batch_tokens: int = 2048
     question_weight: float = 0.5
+    prompt_weight: float = 0.0
     start: str = "residual"  # or "layer" or "identity": see `_start`
     compute: str = "auto"
     device: str = "auto"
@@ -174,6 +177,7 @@ def train(checkpoint: Checkpoint, options: Options) -> dict[str, Any]:
         checkpoint.config.vocab_size,
         batch_tokens=options.batch_tokens,
         question_weight=options.question_weight,
+        prompt_weight=options.prompt_weight,
     )
     trainer = Trainer(head, batches, options.train, options.loss, rank=rank, ranks=ranks)
     if is_resumed:
@@ -276,7 +280,7 @@ def _heldout(options: Options) -> dict[str, list[Record]]:
         _, kind, temperature = path.name.split("-")
         records = sorted(Store(path).read(), key=lambda record: record.index)
         if records:
-            sets[f"{kind} {temperature}"] = records
+            sets[f"{kind} {temperature}"] = records[: options.heldout_limit]
     return sets
 
 
@@ -294,13 +298,14 @@ def _loop(
     first = {name: records[:_FOLLOWED] for name, records in heldout.items()}
     checkpoints, losses = 0, []
     while trainer.progress() < 1.0:
+        if trainer.step % _REFRESH_EVERY == 0:
+            corpus.refresh(_agree)
         losses.append(trainer.train_step())
         bar.n = round(100 * trainer.progress(), 1)
         means = np.mean(losses[-20:], 0).tolist()
         bar.set_postfix(step=trainer.step, loss=" ".join(f"{mean:.2f}" for mean in means))
         if trainer.clock - last > options.checkpoint_seconds:
             last, checkpoints = trainer.clock, checkpoints + 1
-            corpus.refresh(_agree)
             if not is_writer:
                 continue
             line = _report(trainer, corpus, {} if checkpoints % _EVALUATE_EVERY else first)

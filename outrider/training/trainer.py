@@ -78,7 +78,10 @@ class Trainer:
         """The factor of the learning rates: rises, stays, falls."""
         left = 1.0 - self.progress()
         fall = min(1.0, left / self.options.decay_share) if self.options.decay_share else 1.0
-        return min(1.0, (self.step + 1) / self.options.warmup_steps) * (1 - math.cos(math.pi * fall)) / 2
+        warmup = self.options.warmup_steps
+        if self.options.steps is not None:
+            warmup = min(warmup, -(-self.options.steps // 5))
+        return min(1.0, (self.step + 1) / warmup) * (1 - math.cos(math.pi * fall)) / 2
 
     def train_step(self) -> list[float]:
         """One update; the cross-entropy of each draft step."""
