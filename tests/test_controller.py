@@ -131,6 +131,18 @@ def test_a_prompt_in_the_same_step_does_not_make_drafts_look_cheap() -> None:
     assert decider.admit([chain(0.6)], 1, other_rows=90) == [chain(0.6)]
 
 
+def test_losses_make_the_controller_ask_for_more_until_they_end() -> None:
+    decider = controller(1.0, 1.4)
+    assert decider.admit([chain(0.5)], 1) == [chain(0.5)]  # promises 7 %
+    for _ in range(20):
+        decider.observe_profit(0.9)
+    assert decider.admit([chain(0.5)], 1) == [NO_DRAFTS]
+    assert decider.admit([chain(0.9)], 1) == [chain(0.9)]
+    for _ in range(400):
+        decider.observe_profit(1.0)
+    assert decider.admit([chain(0.5)], 1) == [chain(0.5)]
+
+
 def test_not_adaptive_verifies_exactly_what_was_proposed() -> None:
     proposals = [chain(1e-9), NO_DRAFTS, chain(0.5, 0.5)]
     assert controller(*STEEP, adaptive=False).admit(proposals, 3) == proposals

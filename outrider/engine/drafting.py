@@ -57,6 +57,7 @@ class DraftController(Protocol):
         num_requests: int = 1,
         weight: int = 1,
     ) -> None: ...
+    def observe_profit(self, ratio: float) -> None: ...
     def forget(self, request_id: str) -> None: ...
     def stats(self) -> dict[str, Any]: ...
 
@@ -180,6 +181,8 @@ class Drafting:
         self._seconds += (seconds - self._seconds) * rate
         self._tokens += (tokens - self._tokens) * rate
         self._drafting += (drafting - self._drafting) * rate
+        if self.controller is not None and self._num_steps > _CLOSE_STEPS:
+            self.controller.observe_profit(self._plain_seconds / self._seconds)
 
     def propose(self, running: Sequence[Request], num_prompt_rows: int = 0) -> None:
         """Set the drafts of the running requests that are generating. About `num_prompt_rows` rows of

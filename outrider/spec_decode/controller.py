@@ -60,6 +60,9 @@ class Controller:
     NUM_REMEMBERED = 64  # decisions, for people to look at
     USUAL_RATE = 0.02  # and in what it gains in general
     FIRST_LOOKS = 4  # rounds in which a request is drafted for in any case
+    MARGIN = 1.5  # of what looking takes: of several estimates the best one looks better than it is
+    LOSS = 0.985  # of the plain rate: under this, more gain is asked for
+    MARGIN_STEP, MOST_MARGIN, MARGIN_MEMORY = 0.01, 0.3, 0.995
     PERIOD = 8  # steps between two looks where they do not pay
     VALUE_RATE = 0.15  # weight of a round in what looking gains and takes
     MOST_LOOK_COST = 1.0  # tokens; an interruption by the machine is not what looking takes
@@ -91,6 +94,7 @@ class Controller:
         self._model_steps = ModelSteps(cost, self._draft_cost, max_model_steps)
         self._requests: dict[str, _Tracked] = {}
         self._is_speculating = False
+        self._margin = 0.0  # of gain that is asked for because promised gains did not come
         self._num_rounds = self._num_steps = 0
         self._price = 0.0  # of a row that was admitted last, in tokens
         self._num_looked_for = 0  # requests, in this step
@@ -107,7 +111,11 @@ class Controller:
         where it gains less than it takes, it is done in every PERIOD-th step only, for all such requests
         in the same one."""
         tracked = self._requests.get(request_id)
-        if tracked is None or tracked.value >= self._look_cost or tracked.num_looks < self.FIRST_LOOKS:
+        if (
+            tracked is None
+            or tracked.value >= self.MARGIN * self._look_cost
+            or tracked.num_looks < self.FIRST_LOOKS
+        ):
             return False
         return self._num_steps % self.PERIOD > 0 and not self._model_steps.is_probing(request_id)
 
@@ -253,7 +261,7 @@ class Controller:
         # look rare and rows cheap, while the same rows in the next steps would bring more.
         beside = requests + self.model_seconds - (seconds[base] - seconds[num_requests])
         plain = best = num_requests / (seconds[base] + beside)
-        needed = plain if self._is_speculating else plain * (1.0 + self._min_gain)
+        needed = plain * (1.0 + self._margin + (0.0 if self._is_speculating else self._min_gain))
         chosen = 0
         tokens = float(num_requests)
         for num, alive in enumerate(survival, start=1):
@@ -309,6 +317,14 @@ class Controller:
             self._look_cost += self.VALUE_RATE * (cost - self._look_cost)
         self.model_seconds = 0.0
 
+    def observe_profit(self, ratio: float) -> None:
+        """Lately tokens came at `ratio` times the rate of plain decoding. Where that is a loss, what was
+        promised was too much: more has to be promised from now on, for a while."""
+        if ratio < self.LOSS:
+            self._margin = min(self._margin + self.MARGIN_STEP, self.MOST_MARGIN)
+        else:
+            self._margin *= self.MARGIN_MEMORY
+
     def forget(self, request_id: str) -> None:
         """A request is gone."""
         self._requests.pop(request_id, None)
@@ -317,9 +333,10 @@ class Controller:
     def stats(self) -> dict[str, Any]:
         stats: dict[str, Any] = {
             "adaptive": self._adaptive,
+            "margin": round(self._margin, 4),
             "look_cost_tokens": round(self._look_cost, 5),
             "resting_requests": sum(
-                one.value < self._look_cost and one.num_looks >= self.FIRST_LOOKS
+                one.value < self.MARGIN * self._look_cost and one.num_looks >= self.FIRST_LOOKS
                 for one in self._requests.values()
             ),
             "cost": self._cost.stats(),
