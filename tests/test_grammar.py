@@ -296,12 +296,40 @@ def test_without_an_end_of_sequence_a_text_ends_where_it_must() -> None:
     assert matcher.append(1)
 
 
+EXPLOSIVE = r"(.*a.{200}){2}b"  # its automaton grows with every token
+
+
+def test_a_grammar_that_grew_too_much_is_begun_anew(compiler: GrammarCompiler) -> None:
+    """The library's matchers share an automaton of bounded size: none may be at the mercy of the others."""
+    grammar = compiler.compile(GrammarSpec.regex(EXPLOSIVE))
+    ids = [t for t, piece in enumerate(compiler._words.tokens) if piece.isalpha()]
+    texts = [random.Random(seed).choices(ids, k=120) for seed in range(3)]
+    num_renewals = 0
+    original = grammar.forget
+
+    def forget() -> None:
+        nonlocal num_renewals
+        num_renewals += 1
+        original()
+
+    grammar.forget = forget  # type: ignore[method-assign]
+    for text in texts:
+        matcher = grammar.matcher()
+        for token_id in text:
+            assert allows(matcher.masks()[0], token_id), matcher.error
+            matcher.masks([token_id, token_id], [-1, 0])
+            matcher.append(token_id)
+    assert num_renewals > 0
+
+
 def test_a_grammar_that_fails_ends_its_request_with_the_reason(compiler: GrammarCompiler) -> None:
-    matcher = compiler.compile(SPECS["object"]).matcher()
-    matcher._inner.consume_token(5)  # not allowed: a failure that the library never leaves
+    grammar = compiler.compile(SPECS["object"])
+    matcher = grammar.matcher()
+    before = matcher.masks()[0]
+    matcher._inner.consume_token(5)  # a failure that the library's matcher never leaves
+    matcher._masks.clear()
     assert matcher._inner.is_error()
-    matcher._go_to(())  # as along drafts: there is a new one
-    assert not matcher._inner.is_error() and len(tokens_of(matcher.masks()[0])) > 0
+    assert (matcher.masks()[0] == before).all() and matcher.error is None  # there is a new one
     matcher._masks.clear()
     matcher._token_ids.append(5)
     matcher._inner.consume_token(5)  # among the final tokens: nothing may follow

@@ -21,7 +21,7 @@ from outrider.sampling.grammar_source import GrammarError
 
 logger = logging.getLogger(__name__)
 
-_MOST_KEPT = 64  # grammars
+_MOST_KEPT = 64  # grammars, of at most some 25 MB each; of the usual ones some 100 kB
 _MOST_KEPT_BYTES = 1 << 20  # of their specifications
 _PATIENCE_S = 20.0  # for one grammar
 _THREADS = 2  # so that one slow grammar does not hold up all others

@@ -56,12 +56,18 @@ class GrammarCompiler:
         """Raise GrammarError where `spec` is no grammar, or allows no text."""
         from llguidance import LLMatcher
 
-        matcher = LLMatcher(self._tokenizer, translate(spec), limits=limits(), log_level=0)
-        if not matcher.is_error():
-            matcher.compute_bitmask()
-        if matcher.is_error():
-            raise explain(spec, matcher.get_error())
-        return Grammar(matcher, len(self._words.tokens), self.vocab_size, self.eos_ids)
+        source = translate(spec)
+
+        def make() -> llguidance.LLMatcher:
+            return LLMatcher(self._tokenizer, source, limits=limits(), log_level=0)
+
+        grammar = Grammar(make, len(self._words.tokens), self.vocab_size, self.eos_ids)
+        first = grammar.fresh()
+        if not first.is_error():
+            first.compute_bitmask()
+        if first.is_error():
+            raise explain(spec, first.get_error())
+        return grammar
 
 
 class _Words:
@@ -126,15 +132,32 @@ class _Words:
 
 
 class Grammar:
-    """A compiled grammar, shared by its requests."""
+    """A compiled grammar, shared by its requests.
+
+    The library's matchers share what they learn of a grammar (its automata), and fail for good when that has
+    grown to its limit. So a failure may be the work of other requests: what counts is whether a matcher that
+    has learned nothing fails too.
+    """
 
     def __init__(
-        self, pristine: llguidance.LLMatcher, num_words: int, vocab_size: int, eos_ids: frozenset[int]
+        self,
+        make: Callable[[], llguidance.LLMatcher],
+        num_words: int,
+        vocab_size: int,
+        eos_ids: frozenset[int],
     ) -> None:
-        self.fresh = pristine.deep_copy
+        self._make = make
+        self._pristine = make()
         self.num_mask_bits = num_words
         self.vocab_size = vocab_size
         self.eos_ids = eos_ids
+
+    def fresh(self) -> llguidance.LLMatcher:
+        return self._pristine.deep_copy()
+
+    def forget(self) -> None:
+        """Compile it again: what has been learned is too much."""
+        self._pristine = self._make()
 
     def matcher(self, *, ignore_eos: bool = False) -> GrammarMatcher:
         """At the beginning of a text. With `ignore_eos` the end of sequence is never allowed."""
@@ -163,8 +186,10 @@ class GrammarMatcher:
         if self._ahead[:1] == (token_id,):
             self._ahead = self._ahead[1:]
         else:
-            self._go_to(())
+            self._rewind()
             self._inner.consume_token(token_id)
+        if self._inner.is_error():
+            self._begin_anew()
         return not self._ahead and self._inner.is_stopped() and not self._inner.is_error()
 
     def masks(self, token_ids: Sequence[int] = (), parents: Sequence[int] = ()) -> list[Mask | None]:
@@ -220,19 +245,23 @@ class GrammarMatcher:
     def _mask_after(self, path: Path) -> Mask:
         mask = self._masks.get(path)
         if mask is None:
-            self._go_to(path)
-            mask = self._masks[path] = self._compute_mask()
-            if not path and self._inner.is_error():
-                self.error = f"the grammar is too complex here: {one_line(self._inner.get_error())}"
+            mask = self._compute_mask(path)
+            if self._inner.is_error():
+                self._grammar.forget()
+                mask = self._compute_mask(path)
+            if self._inner.is_error():
+                mask[:] = 0
+                if not path:
+                    self.error = f"the grammar is too complex here: {one_line(self._inner.get_error())}"
+            self._masks[path] = mask
         return mask
 
-    def _compute_mask(self) -> Mask:
+    def _compute_mask(self, path: Path) -> Mask:
         grammar = self._grammar
         mask = np.zeros(-(-grammar.num_mask_bits // 32), np.uint32)
+        self._go_to(path)
         if not self._inner.is_error():
             self._inner.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        if self._inner.is_error():
-            mask[:] = 0
         if self._ignore_eos:
             for token_id in grammar.eos_ids:
                 mask[token_id >> 5] &= ~np.uint32(1 << (token_id & 31))
@@ -240,10 +269,15 @@ class GrammarMatcher:
 
     def _go_to(self, path: Path) -> None:
         """Take the inner matcher to the end of a path of allowed tokens."""
-        if self._inner.is_error():  # which it never leaves
-            self._inner = self._grammar.fresh()
-            self._inner.consume_tokens(self._token_ids)
-            self._ahead = ()
+        if self._inner.is_error():
+            self._begin_anew()
+        self._rewind(path)
+        if len(path) > len(self._ahead):
+            self._inner.consume_tokens(list(path[len(self._ahead) :]))
+        self._ahead = path
+
+    def _rewind(self, path: Path = ()) -> None:
+        """Take back what the inner matcher has taken that is not on the path."""
         num_shared = 0
         for mine, wanted in zip(self._ahead, path, strict=False):
             if mine != wanted:
@@ -251,6 +285,14 @@ class GrammarMatcher:
             num_shared += 1
         if num_shared < len(self._ahead):
             self._inner.rollback(len(self._ahead) - num_shared)
-        if num_shared < len(path):
-            self._inner.consume_tokens(list(path[num_shared:]))
-        self._ahead = path
+            self._ahead = self._ahead[:num_shared]
+
+    def _begin_anew(self) -> None:
+        """The inner matcher never leaves a failure: there is a new one, with new automata if need be."""
+        for is_second_try in (False, True):
+            if is_second_try:
+                self._grammar.forget()
+            self._inner, self._ahead = self._grammar.fresh(), ()
+            self._inner.consume_tokens(self._token_ids)
+            if not self._inner.is_error():
+                return

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 MAX_GRAMMAR_BYTES = 128 * 1024
 MAX_REGEX_BYTES = 8 * 1024
 
-_MOST_LEXER_STATES = 50_000  # of about 1 kB each
+_MOST_LEXER_STATES = 25_000  # of about 1 kB each
 _STEP_FUEL = 1_000_000  # about 0.1 s of work for one mask
 _MOST_REASON = 400  # characters
 # How JSON is spaced: as Python writes it. Nothing is left open, so that what must come is known in advance
