@@ -315,3 +315,16 @@ def test_logs_that_cannot_be_written_cost_no_answer() -> None:
             assert process.wait(30) == 0
         finally:
             process.kill()
+
+
+# --- for a long time ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.model
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_half_an_hour_of_streams_and_cancels_leaves_memory_flat() -> None:
+    """OUTRIDER_SOAK_S shortens it; the figures are printed."""
+    seconds = os.environ.get("OUTRIDER_SOAK_S", "1800")
+    script = Path(__file__).parent.parent / "benchmarks" / "benchmark_soak.py"
+    subprocess.run([sys.executable, str(script), "--seconds", seconds, "--max-gap", "30"], check=True)

@@ -92,7 +92,7 @@ def chat(chromium: Any, url: str) -> None:
     save(page, "chat")
     for text in (LIST, "Count from one to thirty in words.", "Now count backwards."):
         browser.ask(page, text)
-    page.set_viewport_size({"width": 1280, "height": 1100})
+    page.set_viewport_size({"width": 1280, "height": 1170})
     save(page, "charts", "#live")
 
 
