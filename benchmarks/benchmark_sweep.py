@@ -2,10 +2,11 @@
 
     python benchmarks/benchmark_sweep.py --config benchmarks/yaml/smollm2-135m-sweep.yaml --dataset-path mixed
 
-Two servers with the same configuration, one with speculation off, get the same load in turns, the order
-turned round every round, first with one request at a time, then with two, and so on. Flags are those of
-benchmark_serving.py; --num-prompts is the number at the lowest concurrency and grows to twice the
-concurrency.
+One server gets the same load in turns, as it is and with speculation off for every request, the order turned
+round every round, first with one request at a time, then with two, and so on. (Two servers would differ by
+where their memory lies.) It runs without prefix cache, which would help whoever comes second. Flags are those
+of benchmark_serving.py; --num-prompts is the least number of requests, or twice the concurrency if that is
+more.
 """
 
 from __future__ import annotations
@@ -22,7 +23,15 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import report
-from benchmarks.benchmark_serving import build_result, make_variants, measure, prepare_items, start_servers
+from benchmarks.benchmark_serving import (
+    BASELINE,
+    CONFIGURED,
+    build_result,
+    make_variants,
+    measure,
+    prepare_items,
+    start_servers,
+)
 from benchmarks.machine import watch_others
 from benchmarks.metrics import METRICS
 from benchmarks.plots import plot_concurrency
@@ -49,9 +58,13 @@ def sweep(args: argparse.Namespace) -> list[dict[str, Any]]:
     """One result of benchmark_serving for each concurrency, on the same two servers."""
     results = []
     with stop_on_sigterm(), contextlib.ExitStack() as stack:
-        started = not is_listening(args.base_url)
-        urls = start_servers(args, stack)
-        variants = asyncio.run(make_variants(args, urls, started))
+        alone = copy.copy(args)
+        alone.baseline = False
+        if not is_listening(args.base_url):
+            alone.server_args = [*args.server_args, "--no-enable-prefix-caching"]
+        (url,) = start_servers(alone, stack).values()
+        urls = {CONFIGURED: url, BASELINE: url}
+        variants = asyncio.run(make_variants(args, urls, started=False))
         for number, concurrency in enumerate(args.concurrency):
             one = copy.copy(args)
             one.max_concurrency = concurrency
