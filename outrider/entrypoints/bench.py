@@ -16,6 +16,7 @@ SCRIPTS = {
     "mtp": "predicted and measured speed-up of multi-token prediction",
     "kernels": "cost of a decode step by rows, against the machine's ceilings",
     "engine": "what scheduling, sampling and drafting add to the model's step",
+    "grammar": "what a grammar costs, and what its forced tokens give",
     "peers": "Outrider and other engines on the same file, prompts and threads",
 }
 
