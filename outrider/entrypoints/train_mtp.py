@@ -46,7 +46,7 @@ def _parser() -> Parser:
     add("--heldout-tokens", type=int, default=7000, help="of each held-out set (default: %(default)s)")
     add("--heldout-limit", type=int, help="evaluate only so many conversations of each held-out set")
     add("--hours", type=float, help="train for so long, generating not counted")
-    add("--steps", type=int, help="train for so many updates (default without --hours: 4 epochs)")
+    add("--steps", type=int, help="train for so many updates (default without --hours: 2 epochs)")
     add("--resume", action="store_true", help="go on from DIR's checkpoint")
     add("--only", choices=("data", "train", "evaluate"), help="one part of the work")
     add("--vocab", type=int, default=8192, help="tokens that can be drafted (default: %(default)s)")

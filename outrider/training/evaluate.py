@@ -21,6 +21,7 @@ class Acceptance:
 
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
+    covered: int = 0  # of the tokens drafted first, those that are in the draft vocabulary
 
     @property
     def conditional(self) -> list[float]:
@@ -36,6 +37,7 @@ class Acceptance:
             "conditional": [round(value, 4) for value in self.conditional],
             "tokens_per_step": round(self.tokens_per_step, 3),
             "positions": self.drafted[0] if self.drafted else 0,
+            "coverage": round(self.covered / self.drafted[0], 4) if self.drafted and self.drafted[0] else 0.0,
         }
 
 
@@ -66,6 +68,7 @@ def _count(
     for state, hit in zip(states, hits, strict=True):
         logits = head.logits(state[torch.from_numpy(slots)]).cpu().numpy()
         hit[slots] = ids[_draw(logits, record, slots, noise)] == record.tokens[slots + 1]
+    result.covered += int(np.isin(record.tokens[slots + 1], ids).sum())
     is_answer = np.zeros(len(record.tokens) + len(states), bool)
     is_answer[slots] = True
     alive = slots

@@ -43,7 +43,7 @@ _CHECKPOINT_SECONDS = 300
 _REFRESH_EVERY = 8  # updates: data may still be coming
 _EVALUATE_EVERY = 3  # checkpoints
 _FOLLOWED = 8  # conversations of each held-out set that are evaluated on the way
-_EPOCHS = 4  # without --steps and --hours
+_EPOCHS = 2  # without --steps and --hours
 _START_DOCUMENTS = 300  # from which the projection starts
 
 
@@ -189,6 +189,9 @@ def train(checkpoint: Checkpoint, options: Options) -> dict[str, Any]:
         _loop(trainer, corpus, heldout, checkpoint, options)
     if rank:
         return {}
+    if options.only != "evaluate":  # before the report, which takes minutes
+        options.out.mkdir(parents=True, exist_ok=True)
+        trainer.save(saved)
     report = _report(trainer, corpus, heldout)
     if options.only != "evaluate":
         _write(trainer, checkpoint, options, report)
