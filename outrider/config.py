@@ -269,7 +269,9 @@ class ServerConfig:
     max_logprobs: int = option(20, "most alternatives logprobs may ask for", low=0, high=1024)
     tool_call_parser: str = option(
         "auto", "format of tool calls in answers (auto: told by the chat template)",
-        choices=("auto", "hermes", "llama3_json", "mistral", "deepseek_v3", "glm45", "qwen3_coder", "ernie45"),
+        choices=(
+            "auto", "hermes", "llama3_json", "mistral", "deepseek_v3", "glm45", "qwen3_coder", "ernie45",
+        ),
     )  # fmt: skip
     reasoning_parser: str = option(
         "auto", "format of thoughts in answers (auto: told by the chat template)",

@@ -96,7 +96,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     skip_special_tokens: bool = True
     shown_special_ids: list[int] = []  # special tokens that are shown although others are skipped
     seed: int | None = None  # None: drawn at admission and reported
-    prompt_logprobs: int | None = None  # the same of the prompt's tokens but the first; prefixes are not cached
+    prompt_logprobs: int | None = None  # the same of the prompt, which is then not taken from the cache
     logprobs: int | None = None  # None: none; k: the chosen token's and the k best, of the raw logits
     speculation: SpeculationParams | None = None
     grammar: GrammarSpec | None = None  # what the text must look like
