@@ -324,6 +324,7 @@ class Controller:
             self._margin = min(self._margin + self.MARGIN_STEP, self.MOST_MARGIN)
         else:
             self._margin *= self.MARGIN_MEMORY
+        self._model_steps.margin = self._margin
 
     def forget(self, request_id: str) -> None:
         """A request is gone."""

@@ -58,6 +58,7 @@ class ModelSteps:
 
     def __init__(self, cost: StepCost, draft_cost: DraftCost, max_steps: int) -> None:
         self.max_steps = max_steps
+        self.margin = 0.0  # of the tokens: more gain that is asked for, as promised gains did not come
         self._cost = cost
         self._draft_cost = draft_cost
         self._prior = list((_PRIOR * 2)[:max_steps])
@@ -125,7 +126,8 @@ class ModelSteps:
             for num, left in zip(behind, num_left, strict=True)
         ]
         num_steps, chosen, gain = self._best(worths, needs, feeding)
-        if gain <= (0.0 if self._num_steps else self.MIN_GAIN * num_requests):
+        least = self.margin + (0.0 if self._num_steps else self.MIN_GAIN)
+        if gain <= least * num_requests:
             num_steps = 0
         self._num_steps = num_steps
         steps = [num_steps if is_chosen else 0 for is_chosen in chosen] if num_steps else [0] * len(needs)
