@@ -12,24 +12,29 @@ from typing import Any
 import numpy as np
 import outrider._native as native
 import pytest
-from fakes import VOCABULARY
+from fakes import VOCABULARY, HashModel, ReferenceSampler
 from grammar_oracle import AtOnce, automaton_of, grammars_of, random_grammar
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_tokenizers import save, train_byte_level, train_sentencepiece_like
 
 from outrider.engine.batch import SamplingBatch
+from outrider.engine.drafting import Drafting
+from outrider.engine.engine import Engine
 from outrider.engine.grammars import Grammars
+from outrider.engine.kv_cache import KVCacheManager
 from outrider.engine.output import OutputStream
+from outrider.engine.runner import Runner
+from outrider.engine.scheduler import Scheduler
 from outrider.engine.state import Request
 from outrider.models.tokenizer import Tokenizer
-from outrider.request import FinishReason, GrammarSpec, SamplingParams
+from outrider.request import AddRequest, FinishReason, GrammarSpec, RequestOutput, SamplingParams
 from outrider.sampling.grammar import Grammar, GrammarCompiler, GrammarMatcher, allows
 from outrider.sampling.grammar_source import GrammarError, check_grammar
 from outrider.sampling.sampler import Sampler
 from outrider.spec_decode.grammar import GrammarProposer, allowed_part, in_grammar
 from outrider.spec_decode.ngram import NgramProposer
-from outrider.spec_decode.proposer import NO_DRAFTS, Drafts
+from outrider.spec_decode.proposer import NO_DRAFTS, Drafts, NoProposer
 
 NAMES = {
     "type": "object",
@@ -458,6 +463,57 @@ def test_a_grammar_that_cannot_be_compiled_is_an_error_of_its_requests_alone() -
     errors = {ready.request.request_id: ready.error for ready in grammars.take_ready()}
     assert errors["good"] is None
     assert errors["bad"] is not None and "allows no text" in errors["bad"]
+
+
+def small_engine(grammars: Grammars) -> Engine:
+    return Engine(
+        scheduler=Scheduler(KVCacheManager(16, 4), max_num_seqs=4, max_num_batched_tokens=16),
+        runner=Runner(HashModel(16, 4)),
+        sampler=ReferenceSampler(),
+        drafting=Drafting(NoProposer(), method="off", max_draft_tokens=0, vocab_size=4),
+        vocabulary=VOCABULARY,
+        max_model_len=40,
+        grammars=grammars,
+    )
+
+
+def test_the_others_go_on_while_a_grammar_is_compiled_and_the_waiting_can_leave() -> None:
+    gate: Any = Gate()
+    engine = small_engine(Grammars(gate))
+
+    def add(name: str, spec: GrammarSpec | None) -> None:
+        params = SamplingParams(max_tokens=6, ignore_eos=True, temperature=0, grammar=spec)
+        engine.add_request(AddRequest(name, [0, 1], params, 0.0))
+
+    def run_until(name: str) -> list[RequestOutput]:
+        seen: list[RequestOutput] = []
+        for _ in range(3000):
+            seen += [output for output in engine.step() if output.request_id == name]
+            if seen and seen[-1].finish_reason is not None:
+                return seen
+        raise AssertionError(f"{name} does not end")
+
+    add("bound", GrammarSpec.choice(["aa"]))
+    add("leaving", GrammarSpec.choice(["aa"]))
+    add("free", None)
+    assert engine.stats()["num_requests_waiting"] == 3
+    assert sum(len(output.token_ids) for output in run_until("free")) == 6
+    (left,) = engine.cancel(["leaving"])
+    assert left.finish_reason is FinishReason.ABORT
+    assert engine.has_work and engine.step() == []  # it waits a moment, and nothing else is to be done
+    gate.open.set()
+    outputs = run_until("bound")
+    assert "".join(output.text for output in outputs) == "aa"
+    assert outputs[-1].finish_reason is FinishReason.STOP and not engine.has_work
+
+
+def test_a_refused_grammar_is_the_last_word_to_its_request() -> None:
+    engine = small_engine(grammars_of(VOCABULARY))
+    engine.add_request(AddRequest("bad", [0], SamplingParams(grammar=GrammarSpec.regex("zzz")), 0.0))
+    (output,) = engine.step()
+    assert output.finish_reason is FinishReason.ERROR and output.num_prompt_tokens == 0
+    assert output.error is not None and "allows no text" in output.error
+    assert not engine.has_work and engine.metrics.num_finished == {"error": 1}
 
 
 def test_the_end_of_the_grammar_comes_before_the_length_limit() -> None:
