@@ -10,6 +10,8 @@ from outrider.entrypoints.parsers.reader import Reader, Reading, Sink
 from outrider.entrypoints.parsers.reasoning import ReasoningFormat, split_reasoning
 from outrider.entrypoints.parsers.tool_format import CallSink, ToolFormat
 
+_PIECE = 1024  # characters
+
 
 @dataclass
 class CallDelta:
@@ -57,27 +59,29 @@ class MessageParser(CallSink):
 
     def __init__(self, parsing: Parsing) -> None:
         self._parsing = parsing
-        self._delta = Delta()
+        self._content: list[str] = []
+        self._thoughts: list[str] = []
+        self._calls: list[tuple[CallDelta, list[str]]] = []  # each with pieces of its arguments
         self.num_calls = 0
         self._stages: list[_Stage] = []
         content: Sink = self.content
         self._tool_format: ToolFormat | None = None
         if parsing.tool_format is not None:
-            reader = Reader()
-            self._tool_format = parsing.tool_format(reader, self, parsing.tools)
+            self._tool_format = parsing.tool_format(Reader(), self, parsing.tools)
             self._stages.append(_Stage(self._tool_format.read()))
             content = self._stages[0].feed
         if parsing.reasoning is not None:
             reading = split_reasoning(
                 Reader(), parsing.reasoning, is_inside=parsing.reasoning_is_open,
-                reasoning=self._reasoning, content=content,
+                reasoning=self._thoughts.append, content=content,
             )  # fmt: skip
             self._stages.insert(0, _Stage(reading))
 
     def feed(self, text: str) -> Delta:
         """Take some text; what is certain by now."""
-        if text:
-            self._stages[0].feed(text)
+        # Readers cut what they have read off their text: in small pieces that costs the same per character.
+        for start in range(0, len(text), _PIECE):
+            self._stages[0].feed(text[start : start + _PIECE])
         return self._taken()
 
     def finish(self) -> Delta:
@@ -89,29 +93,30 @@ class MessageParser(CallSink):
         return self._taken()
 
     def _taken(self) -> Delta:
-        delta, self._delta = self._delta, Delta()
+        for call, arguments in self._calls:
+            call.arguments = "".join(arguments)
+        calls = [call for call, _ in self._calls]
+        delta = Delta("".join(self._content), "".join(self._thoughts), calls)
+        for pieces in (self._content, self._thoughts, self._calls):
+            pieces.clear()
         return delta
-
-    def _reasoning(self, text: str) -> None:
-        self._delta.reasoning += text
 
     def content(self, text: str) -> None:
         if not self._parsing.only_calls:
-            self._delta.content += text
+            self._content.append(text)
 
     def begin_call(self, name: str) -> None:
         self.num_calls += 1
         if self._is_wanted():
             call = CallDelta(self.num_calls - 1, id=self._parsing.make_id(), name=name)
-            self._delta.calls.append(call)
+            self._calls.append((call, []))
 
     def arguments(self, text: str) -> None:
         if not self._is_wanted():
             return
-        calls = self._delta.calls
-        if not calls or calls[-1].index != self.num_calls - 1:
-            calls.append(CallDelta(self.num_calls - 1))
-        calls[-1].arguments += text
+        if not self._calls or self._calls[-1][0].index != self.num_calls - 1:
+            self._calls.append((CallDelta(self.num_calls - 1), []))
+        self._calls[-1][1].append(text)
 
     def _is_wanted(self) -> bool:
         return self._parsing.parallel or self.num_calls == 1

@@ -35,21 +35,21 @@ class ToolFormat:
         self.reader = reader
         self.tools = tools
         self._sink = sink
-        self._blanks = ""  # blanks around calls are layout; elsewhere they are content
+        self._blanks: list[str] = []  # blanks around calls are layout; elsewhere they are content
         self._has_calls = False
 
     def read(self) -> Reading:
         raise NotImplementedError
 
     def content(self, text: str) -> None:
-        text = self._blanks + text
-        end = len(text.rstrip(BLANKS))
-        self._blanks = text[end:]
-        if end:
-            self._sink.content(text[:end])
+        shown = text.rstrip(BLANKS)
+        if shown:
+            self._sink.content("".join(self._blanks) + shown)
+            self._blanks.clear()
+        self._blanks.append(text[len(shown) :])
 
     def begin_call(self, name: str) -> None:
-        self._blanks = ""
+        self._blanks.clear()
         self._has_calls = True
         self._sink.begin_call(name)
 
@@ -59,8 +59,8 @@ class ToolFormat:
 
     def end(self) -> None:
         """All has been read: blanks at its end are content where there are no calls."""
-        if self._blanks and not self._has_calls:
-            self._sink.content(self._blanks)
+        if not self._has_calls:
+            self._sink.content("".join(self._blanks))
 
     def json_calls(self, before: str, *, only_known: bool = False) -> Reading:
         """Read calls written as JSON objects, alone, in a row or in a list; the number of calls.
