@@ -13,7 +13,7 @@ from typing import Any
 from outrider.engine.grammars import Grammars
 from outrider.engine.output import Vocabulary
 from outrider.request import GrammarSpec
-from outrider.sampling.grammar import GrammarCompiler
+from outrider.sampling.grammar import Grammar, GrammarCompiler
 
 A, C3, A9 = b"a\xc3\xa9"
 
@@ -116,3 +116,9 @@ def grammars_of(vocabulary: Vocabulary) -> Grammars:
             lambda text: [by_bytes[bytes([byte])] for byte in text.encode() if bytes([byte]) in by_bytes],
         )
     return Grammars(compiler, executor=AtOnce())
+
+
+def compiled(spec: GrammarSpec, vocabulary: Vocabulary) -> Grammar:
+    compiler = grammars_of(vocabulary)._compiler
+    assert compiler is not None
+    return compiler.compile(spec)

@@ -1,40 +1,28 @@
-"""Grammars piece by piece: masks in the sampler, matchers along drafts, compiling, what must come."""
+"""Grammars piece by piece: masks in the sampler, matchers along drafts, what is refused."""
 
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import outrider._native as native
 import pytest
-from fakes import VOCABULARY, HashModel, ReferenceSampler
-from grammar_oracle import AtOnce, automaton_of, grammars_of, random_grammar
+from fakes import VOCABULARY
+from grammar_oracle import automaton_of, compiled, random_grammar
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_tokenizers import save, train_byte_level, train_sentencepiece_like
 
 from outrider.engine.batch import SamplingBatch
-from outrider.engine.drafting import Drafting
-from outrider.engine.engine import Engine
-from outrider.engine.grammars import Grammars
-from outrider.engine.kv_cache import KVCacheManager
-from outrider.engine.output import OutputStream
-from outrider.engine.runner import Runner
-from outrider.engine.scheduler import Scheduler
-from outrider.engine.state import Request
 from outrider.models.tokenizer import Tokenizer
-from outrider.request import AddRequest, FinishReason, GrammarSpec, RequestOutput, SamplingParams
+from outrider.request import GrammarSpec
 from outrider.sampling.grammar import Grammar, GrammarCompiler, GrammarMatcher, allows
 from outrider.sampling.grammar_source import GrammarError, check_grammar
 from outrider.sampling.sampler import Sampler
-from outrider.spec_decode.grammar import GrammarProposer, allowed_part, in_grammar
-from outrider.spec_decode.ngram import NgramProposer
-from outrider.spec_decode.proposer import NO_DRAFTS, Drafts, NoProposer
+from outrider.spec_decode.proposer import Drafts
 
 NAMES = {
     "type": "object",
@@ -143,6 +131,10 @@ SPECS = {
 }
 
 
+def text_of(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
+    return b"".join(tokenizer.token_bytes()[t] for t in token_ids).decode()
+
+
 def tokens_of(mask: Any) -> list[int]:
     return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
 
@@ -214,7 +206,7 @@ def test_masks_are_those_of_an_automaton(seed: int) -> None:
     rng = random.Random(seed)
     spec = random_grammar(rng)
     automaton = automaton_of(spec)
-    matcher = compiled(spec).matcher()
+    matcher = compiled(spec, VOCABULARY).matcher()
     text = b""
     for _ in range(20):
         allowed = automaton.allowed(text, VOCABULARY)
@@ -225,12 +217,6 @@ def test_masks_are_those_of_an_automaton(seed: int) -> None:
         token_id = rng.choice(going_on)
         text += VOCABULARY.token_bytes[token_id]
         assert matcher.append(token_id) == automaton.is_over(text)
-
-
-def compiled(spec: GrammarSpec) -> Grammar:
-    grammars = grammars_of(VOCABULARY)
-    assert grammars._compiler is not None
-    return grammars._compiler.compile(spec)
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -380,241 +366,3 @@ def test_choices_may_hold_any_characters(compiler: GrammarCompiler, tokenizer: T
             forced = matcher.forced((), 1) or tokens_of(matcher.masks()[0])[-1:]
             is_over = matcher.append(forced[0])
         assert b"".join(tokenizer.token_bytes()[t] for t in matcher._token_ids) == word.encode()
-
-
-# --- compiling beside the engine ---
-
-
-def request_of(spec: GrammarSpec | None, request_id: str = "r", **params: Any) -> Request:
-    asked = SamplingParams(grammar=spec, **params)
-    return Request(
-        request_id, [0], asked, OutputStream(asked, 30, VOCABULARY), Sampler().make_state(asked, [0], [], 0)
-    )
-
-
-def specs(count: int) -> list[GrammarSpec]:
-    return [GrammarSpec.choice(["a" * (i + 1)]) for i in range(count)]
-
-
-def test_a_grammar_is_compiled_once_and_the_last_ones_are_kept() -> None:
-    real = grammars_of(VOCABULARY)._compiler
-    grammars = Grammars(real, most_kept=2, executor=AtOnce())
-    one, two, three = specs(3)
-    for spec in (one, two, one, three, one, two):
-        request = request_of(spec)
-        if not grammars.prepare(request):
-            assert [ready.error for ready in grammars.take_ready()] == [None]
-        assert request.stream.grammar is not None
-    assert grammars.stats() == {"kept": 2, "compiled": 4, "hits": 2, "waiting": 0}
-
-
-def test_kept_grammars_are_bounded_in_size() -> None:
-    grammars = Grammars(grammars_of(VOCABULARY)._compiler, most_kept_bytes=40, executor=AtOnce())
-    for spec in specs(8):
-        grammars.prepare(request_of(spec))
-        grammars.take_ready()
-    assert 0 < sum(len(spec.text) for spec in grammars._kept) <= 40
-
-
-class Gate:
-    """A compiler that waits to be let go on."""
-
-    def __init__(self) -> None:
-        self.open = threading.Event()
-        self.num_calls = 0
-
-    def compile(self, spec: GrammarSpec) -> Grammar:
-        self.num_calls += 1
-        assert self.open.wait(10)
-        return compiled(spec)
-
-
-def test_requests_for_one_grammar_wait_for_one_compilation_and_may_leave() -> None:
-    gate: Any = Gate()
-    grammars = Grammars(gate)
-    spec = specs(1)[0]
-    requests = [request_of(spec, f"r{i}") for i in range(4)]
-    assert not any(grammars.prepare(request) for request in requests)
-    assert grammars.take_ready() == [] and grammars.num_waiting == 4
-    assert grammars.drop("r2") and not grammars.drop("r2")
-    gate.open.set()
-    ready = grammars.take_ready(timeout_s=10)
-    assert [entry.request.request_id for entry in ready] == ["r0", "r1", "r3"]
-    assert gate.num_calls == 1
-    assert len({id(entry.request.stream.grammar) for entry in ready}) == 3
-
-
-def test_a_grammar_that_takes_too_long_is_given_up() -> None:
-    gate: Any = Gate()
-    now = [0.0]
-    grammars = Grammars(gate, patience_s=5.0, clock=lambda: now[0])
-    assert not grammars.prepare(request_of(specs(1)[0]))
-    assert grammars.take_ready() == []
-    now[0] = 6.0
-    (ready,) = grammars.take_ready()
-    assert ready.error is not None and "within 5 s" in ready.error
-    gate.open.set()
-
-
-def test_a_grammar_that_cannot_be_compiled_is_an_error_of_its_requests_alone() -> None:
-    grammars = grammars_of(VOCABULARY)
-    assert not grammars.prepare(request_of(GrammarSpec.regex("zzz"), "bad"))  # not in this vocabulary
-    assert not grammars.prepare(request_of(GrammarSpec.regex("a"), "good"))
-    errors = {ready.request.request_id: ready.error for ready in grammars.take_ready()}
-    assert errors["good"] is None
-    assert errors["bad"] is not None and "allows no text" in errors["bad"]
-
-
-def small_engine(grammars: Grammars) -> Engine:
-    return Engine(
-        scheduler=Scheduler(KVCacheManager(16, 4), max_num_seqs=4, max_num_batched_tokens=16),
-        runner=Runner(HashModel(16, 4)),
-        sampler=ReferenceSampler(),
-        drafting=Drafting(NoProposer(), method="off", max_draft_tokens=0, vocab_size=4),
-        vocabulary=VOCABULARY,
-        max_model_len=40,
-        grammars=grammars,
-    )
-
-
-def test_the_others_go_on_while_a_grammar_is_compiled_and_the_waiting_can_leave() -> None:
-    gate: Any = Gate()
-    engine = small_engine(Grammars(gate))
-
-    def add(name: str, spec: GrammarSpec | None) -> None:
-        params = SamplingParams(max_tokens=6, ignore_eos=True, temperature=0, grammar=spec)
-        engine.add_request(AddRequest(name, [0, 1], params, 0.0))
-
-    def run_until(name: str) -> list[RequestOutput]:
-        seen: list[RequestOutput] = []
-        for _ in range(3000):
-            seen += [output for output in engine.step() if output.request_id == name]
-            if seen and seen[-1].finish_reason is not None:
-                return seen
-        raise AssertionError(f"{name} does not end")
-
-    add("bound", GrammarSpec.choice(["aa"]))
-    add("leaving", GrammarSpec.choice(["aa"]))
-    add("free", None)
-    assert engine.stats()["num_requests_waiting"] == 3
-    assert sum(len(output.token_ids) for output in run_until("free")) == 6
-    (left,) = engine.cancel(["leaving"])
-    assert left.finish_reason is FinishReason.ABORT
-    assert engine.has_work and engine.step() == []  # it waits a moment, and nothing else is to be done
-    gate.open.set()
-    outputs = run_until("bound")
-    assert "".join(output.text for output in outputs) == "aa"
-    assert outputs[-1].finish_reason is FinishReason.STOP and not engine.has_work
-
-
-def test_a_refused_grammar_is_the_last_word_to_its_request() -> None:
-    engine = small_engine(grammars_of(VOCABULARY))
-    engine.add_request(AddRequest("bad", [0], SamplingParams(grammar=GrammarSpec.regex("zzz")), 0.0))
-    (output,) = engine.step()
-    assert output.finish_reason is FinishReason.ERROR and output.num_prompt_tokens == 0
-    assert output.error is not None and "allows no text" in output.error
-    assert not engine.has_work and engine.metrics.num_finished == {"error": 1}
-
-
-def test_the_end_of_the_grammar_comes_before_the_length_limit() -> None:
-    request = request_of(GrammarSpec.choice(["aa"]), max_tokens=2)
-    grammars = grammars_of(VOCABULARY)
-    grammars.prepare(request)
-    grammars.take_ready()
-    request.stream.max_tokens = 2
-    assert request.append([0, 0, 0]) == [0, 0]
-    assert request.finish_reason is FinishReason.STOP
-
-
-# --- drafts ---
-
-
-@dataclass
-class View:
-    """A request as a proposer sees it."""
-
-    grammar: GrammarMatcher | None
-    token_ids: list[int] = field(default_factory=lambda: [0])
-    request_id: str = "r"
-    num_prompt_tokens: int = 1
-    cache_salt: str = ""
-    params: SamplingParams = field(default_factory=SamplingParams)
-
-
-def view(compiler: GrammarCompiler, spec: GrammarSpec, **params: Any) -> Any:
-    return View(compiler.compile(spec).matcher(), params=SamplingParams(grammar=spec, **params))
-
-
-def text_of(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
-    return b"".join(tokenizer.token_bytes()[t] for t in token_ids).decode()
-
-
-def test_what_must_come_is_drafted(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
-    source = GrammarProposer()
-    (drafts,) = source.propose([view(compiler, SPECS["object"])], [32])
-    drafts.check(compiler.vocab_size)
-    assert '{"firstName": "'.startswith(text_of(tokenizer, drafts.token_ids)) and len(drafts) > 2
-    assert set(drafts.survival) == {1.0} and set(drafts.source) == {"grammar"}
-    assert len(source.propose([view(compiler, SPECS["object"])], [2])[0]) == 2
-    assert source.propose([View(None)], [8]) == [NO_DRAFTS]  # type: ignore[list-item]
-    off = view(compiler, SPECS["object"], speculation={"method": "ngram"})
-    off.params = json_params("ngram")
-    assert source.propose([off], [8]) == [NO_DRAFTS]
-
-
-def json_params(method: str) -> SamplingParams:
-    from outrider.request import SpeculationParams
-
-    return SamplingParams(speculation=SpeculationParams(method=method))
-
-
-def test_a_few_choices_are_branches(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
-    spec = GrammarSpec.choice(["left or right", "middle of it"])
-    for limit in range(1, 12):
-        (drafts,) = GrammarProposer(branches=True).propose([view(compiler, spec)], [limit])
-        assert len(drafts) <= limit
-        if drafts.token_ids:
-            drafts.check(compiler.vocab_size)
-        assert allowed_part(view(compiler, spec), drafts) == drafts
-    (whole,) = GrammarProposer(branches=True).propose([view(compiler, GrammarSpec.regex("(x1y|z2w)!"))], [20])
-    tops = [i for i, parent in enumerate(whole.parents) if parent == -1]
-    assert sorted(text_of(tokenizer, [whole.token_ids[i]])[0] for i in tops) == ["x", "z"]
-
-
-def test_what_the_grammar_forbids_is_cut_with_all_that_follows_it(compiler: GrammarCompiler) -> None:
-    request = view(compiler, SPECS["object"])
-    good = request.grammar.forced((), 3)
-    bad = next(t for t in range(300) if not allows(request.grammar.masks()[0], t))
-    drafts = Drafts((bad, good[0], good[1], bad, good[2]), (-1, -1, 1, 2, 2), (0.5,) * 5, ("x",) * 5)
-    kept = allowed_part(request, drafts)
-    assert kept.token_ids == tuple(good[:3]) and kept.parents == (-1, 0, 1)
-    assert allowed_part(request, Drafts.chain([bad, *good], [0.5] * 4, "x")) == NO_DRAFTS
-
-
-def test_a_chain_goes_on_with_what_must_come_and_with_what_was_said_before(
-    compiler: GrammarCompiler, tokenizer: Tokenizer
-) -> None:
-    earlier = tokenizer.encode('{"firstName": "Anna", "population": 20}', add_special_tokens=False)
-    request = view(compiler, SPECS["object"])
-    request.token_ids = [*earlier, *earlier]
-    request.num_prompt_tokens = len(request.token_ids)
-    ngram = NgramProposer(max_n=4, min_n=1, max_draft_tokens=32)
-    grammar = GrammarProposer()
-    (chain,) = grammar.propose([request], [32])
-
-    def guarded(name: str, call: Any, otherwise: Drafts) -> Drafts:
-        return call()  # type: ignore[no-any-return]
-
-    drafts = in_grammar(request, chain, 32, [("grammar", grammar), ("ngram", ngram)], guarded)
-    drafts.check(compiler.vocab_size)
-    assert text_of(tokenizer, drafts.token_ids).startswith('{"firstName": "Anna", "population": ')
-    assert {"grammar", "ngram"} <= set(drafts.source)
-    for limit in range(1, 10):
-        assert (
-            len(
-                in_grammar(
-                    request, chain.first(limit), limit, [("grammar", grammar), ("ngram", ngram)], guarded
-                )
-            )
-            <= limit
-        )
