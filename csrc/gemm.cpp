@@ -14,7 +14,7 @@ OUTRIDER_DECLARE_KERNELS(GemmKernels, gemm_kernels)
 namespace {
 
 // Up to this many rows every thread prepares all rows for itself, which costs less than a barrier.
-constexpr int64_t kOwnRows = 4;
+constexpr int64_t kOwnRows = 8;
 // With few rows a run is up to so many tiles, microseconds of reading; with more, one tile is enough work.
 constexpr int64_t kFewRows = 4, kFewRowsRun = 4;
 // Prepared rows that stay in a core's L2 while tiles pass by.
