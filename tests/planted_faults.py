@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import planted_grammar_faults  # noqa: F401 (its faults are on the list once it is imported)
+import planted_score_faults  # noqa: F401 (likewise)
 import planted_tree_faults  # noqa: F401 (likewise)
 import pytest
 import test_kv_cache
