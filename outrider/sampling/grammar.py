@@ -209,25 +209,28 @@ class GrammarMatcher:
         return masks
 
     def forced(self, after: Sequence[int] = (), limit: int = 32) -> list[int]:
-        """The only tokens that can follow the committed ones and `after` (which is allowed), as far as that
-        is known."""
-        path = tuple(after)
-        found: list[int] = []
-        # The inner matcher never takes an end: it cannot be taken back from there.
-        while len(found) < limit and self._grammar.eos_ids.isdisjoint(path):
-            self._go_to(path)
-            coming = [] if self._inner.is_error() else self._inner.compute_ff_tokens()
-            num_known = len(found)
-            for token_id in coming[: limit - len(found)]:
-                if not allows(self._mask_after(path), token_id):
-                    break
-                found.append(token_id)
-                path += (token_id,)
-                if token_id in self._grammar.eos_ids:
-                    return found
-            if len(found) == num_known:
-                break
-        return found
+        """The only tokens that can follow the committed ones and `after` (which is allowed), as far as the
+        library can tell."""
+        self._go_to(tuple(after))
+        return [] if self._inner.is_error() or limit <= 0 else self._inner.compute_ff_tokens()[:limit]
+
+    def may_follow(self, token_ids: Sequence[int], parents: Sequence[int]) -> list[bool]:
+        """For each node of a tree, whether its text fits into the grammar. Cheaper than masks, which may
+        leave one way only to spell a text."""
+        fits: list[bool] = []
+        paths: list[Path] = [()]
+        for token_id, parent in zip(token_ids, parents, strict=True):
+            before = paths[parent + 1]
+            paths.append((*before, token_id))
+            can_go_on = parent < 0 or (fits[parent] and token_ids[parent] not in self._grammar.eos_ids)
+            fits.append(can_go_on and self._fits(before, token_id))
+        return fits
+
+    def _fits(self, path: Path, token_id: int) -> bool:
+        self._go_to(path)
+        if token_id in self._grammar.eos_ids:
+            return not self._ignore_eos and self._inner.is_accepting()
+        return self._inner.validate_tokens([token_id]) == 1
 
     def choices(self, after: Sequence[int], most: int) -> list[int]:
         """The tokens that can follow `after` (which is allowed) and do not end the text, if there are no more

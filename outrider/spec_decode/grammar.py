@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
-from outrider.sampling.grammar import GrammarMatcher, allows
+from outrider.sampling.grammar import GrammarMatcher
 from outrider.spec_decode.proposer import (
     MOST_DRAFT_TOKENS,
     NO_DRAFTS,
@@ -99,10 +99,13 @@ def in_grammar(
         return drafts
     by_name = dict(sources)
     forced = by_name.pop(SOURCE, None)
-    drafts = allowed_part(request, drafts)
-    if forced is None or not drafts.is_chain or not drafts.token_ids:
+    if drafts.source[0] != SOURCE:  # else it is allowed, and as long as it can be
+        drafts = allowed_part(request, drafts)
+        if forced is None or not drafts.is_chain or not drafts.token_ids:
+            return drafts
+        drafts = _joined(drafts, forced.continue_after(request, drafts.token_ids, limit - len(drafts)))
+    if forced is None or not drafts.is_chain:
         return drafts
-    drafts = _joined(drafts, forced.continue_after(request, drafts.token_ids, limit - len(drafts)))
     room = limit - len(drafts)
     if room <= 0 or drafts.source[-1] != SOURCE:
         return drafts
@@ -123,12 +126,8 @@ def allowed_part(request: RequestView, drafts: Drafts) -> Drafts:
     matcher = matcher_of(request)
     if matcher is None or not drafts.token_ids:
         return drafts
-    masks = matcher.masks(drafts.token_ids, drafts.parents)
-    kept: list[int] = []
-    for node, (token_id, parent) in enumerate(zip(drafts.token_ids, drafts.parents, strict=True)):
-        before = masks[parent + 1]
-        if before is not None and allows(before, token_id):
-            kept.append(node)
+    fits = matcher.may_follow(drafts.token_ids, drafts.parents)
+    kept = [node for node, is_good in enumerate(fits) if is_good]
     return drafts.select(kept) if kept else NO_DRAFTS
 
 
