@@ -101,7 +101,7 @@ def test_wrong_commands_get_one_sentence(capsys: pytest.CaptureFixture[str], tmp
     bad.write_text("port: [")
     assert "not valid YAML" in refused(capsys, "serve", "--config", str(bad))
     assert "--prompt or -f" in refused(capsys, "generate")
-    assert "there is no benchmark 'mtp'" in refused(capsys, "bench", "mtp")
+    assert "there is no benchmark 'nothing'" in refused(capsys, "bench", "nothing")
     assert "no such directory or file" in refused(capsys, "pull", "./nowhere")
 
 
