@@ -1,4 +1,4 @@
-"""A smaller model for tests: the built-in one without some layers. It agrees with the whole on most tokens."""
+"""A smaller model for tests: the built-in one without some layers. It agrees on most tokens."""
 
 from __future__ import annotations
 
