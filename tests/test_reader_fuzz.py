@@ -131,7 +131,7 @@ def test_the_gguf_files_of_the_fuzzer_are_often_valid(folder: Path) -> None:
         read.append(read_within_bounds(content, folder / "file.gguf", read_gguf))
 
     count()
-    assert 0.1 < sum(read) / len(read) < 0.9
+    assert 0.05 < sum(read) / len(read) < 0.9
 
 
 def test_arrays_in_arrays_do_not_recurse(folder: Path) -> None:
