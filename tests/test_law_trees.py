@@ -122,7 +122,7 @@ def grow(plain: Reference, shape: Shape, options: dict[str, Any], again: bool = 
     """Both rounds, or the first one alone, with trees; returns what happened."""
     with LLM(**(PLAIN | {"speculative_config": TREES, "max_num_seqs": 8} | options)) as llm:
         if "num_kv_blocks" in options:  # admit with no room to grow
-            llm.engine.scheduler._has_blocks_for = lambda request: True  # type: ignore[method-assign]
+            llm.engine.scheduler.leaves_room = False
         llm.engine.drafting.proposer = Gardener(
             shape, [*plain.first, *plain.second], len(llm.engine.vocabulary)
         )

@@ -323,12 +323,14 @@ def test_the_whole_command(target: Checkpoint, tmp_path: Path, monkeypatch: Any,
     assert cli.main([*common, "--only", "evaluate"]) == 0
 
 
-def test_without_torch_the_command_says_what_to_install(monkeypatch: Any, capsys: Any) -> None:
+def test_without_torch_the_command_says_what_to_install(
+    tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
     for name in [name for name in sys.modules if name.startswith("outrider.training.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torch", None)
     monkeypatch.delattr("outrider.training.pipeline", raising=False)
-    assert cli.main(["train-mtp", "--out", "/tmp/x"]) == 1
+    assert cli.main(["train-mtp", "--out", str(tmp_path / "head")]) == 1
     assert "pip install 'outrider[train]'" in capsys.readouterr().err
 
 
@@ -340,8 +342,8 @@ def test_without_torch_the_command_says_what_to_install(monkeypatch: Any, capsys
         (["--sharpen", "0"], "--sharpen must be above 0"),
     ],
 )
-def test_wrong_values_are_refused(flags: list[str], message: str, capsys: Any) -> None:
-    assert cli.main(["train-mtp", "--out", "/tmp/x", *flags]) == 2
+def test_wrong_values_are_refused(tmp_path: Path, flags: list[str], message: str, capsys: Any) -> None:
+    assert cli.main(["train-mtp", "--out", str(tmp_path / "head"), *flags]) == 2
     assert message in capsys.readouterr().err
 
 

@@ -68,6 +68,8 @@ class Scheduler:
     # A lower priority number goes first, but only for so many steps: after `PATIENCE` steps of waiting a
     # request stands like one of the next better priority that has just arrived, so nobody waits forever.
     PATIENCE = 1000
+    # False, for who wants to see preemptions: requests are admitted although those that run could not grow.
+    leaves_room = True
 
     def __init__(
         self,
@@ -211,7 +213,11 @@ class Scheduler:
         """Whether it can be admitted and every running request can still grow by a block: else somebody
         would soon be preempted for it."""
         num_missing = self.kv_cache.num_blocks_for(request.num_tokens) - len(request.block_table)
-        return not self.running or num_missing + len(self.running) <= self.kv_cache.num_free_blocks
+        return (
+            not self.running
+            or not self.leaves_room
+            or num_missing + len(self.running) <= self.kv_cache.num_free_blocks
+        )
 
     def _schedule_running(self, budget: _Budget, preempted: list[Request]) -> list[PlanRow]:
         rows: list[PlanRow] = []

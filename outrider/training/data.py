@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.backends import make_backend
-from outrider.engine.batch import SamplingBatch
+from outrider.engine.batch import Batch, SamplingBatch
 from outrider.models.loader import Checkpoint
 from outrider.models.registry import build_function, weight_plan
 from outrider.request import SamplingParams
@@ -48,21 +48,6 @@ class Record:
 
 
 _ARRAYS = ("tokens", "roles", "temperatures", "hidden", "top_ids", "top_logprobs")
-
-
-@dataclass(frozen=True)
-class _Step:
-    """The arrays of one forward pass, as backends read them."""
-
-    token_ids: Int32
-    positions: Int32
-    slot_mapping: Int32
-    query_start_loc: Int32
-    seq_lens: Int32
-    block_tables: Int32
-    logits_indices: Int32
-    parents: Int32
-    sampling: SamplingBatch
 
 
 @dataclass
@@ -202,7 +187,7 @@ class Generator:
         one.turn += 1
         return self._next_turn(one)
 
-    def _batch(self, chunks: list[tuple[_Live, int]]) -> _Step:
+    def _batch(self, chunks: list[tuple[_Live, int]]) -> Batch:
         counts = [count for _, count in chunks]
         starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         positions = np.concatenate([np.arange(one.done, one.done + n) for one, n in chunks]).astype(np.int32)
@@ -217,7 +202,7 @@ class Generator:
             np.zeros(rows + 1, np.int32),
             np.zeros(0, np.int32),
         )
-        return _Step(
+        return Batch(
             token_ids=np.array([token for one, n in chunks for token in one.pending[:n]], np.int32),
             positions=positions,
             slot_mapping=places * self._max_tokens + positions,
